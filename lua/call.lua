@@ -13,6 +13,8 @@
 --                            for a charge whose debt must refill in time, minus that time in microseconds;
 --                            for any other check, the microseconds for which its answer is remembered under its id, or 0
 --                            without an id.
+--                          A check that only records an id (RECORD) charges nothing, and its cost is what the
+--                          remembered answer has granted.
 --                          The plan of a refund ends with the charge that it refunds, in full or in part: its cost; its
 --                          minimum age in microseconds; its time as in its answer, or 0; and for each policy the `reset`
 --                          of that answer

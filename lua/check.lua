@@ -73,7 +73,9 @@ for i = 1, plan_count do
   local text = ARGV[1 + policy_count + i]
   local mode, cost, number = decode(PLAN, text)
   local plan = { nil, mode = mode, cost = cost, remember = 0, has_rate = false, run = false }
-  if mode == TAKE_AHEAD then
+  if mode == RECORD then
+    plan.mode, plan.cost, plan.recorded, plan.remember = CHARGE, 0, cost, number
+  elseif mode == TAKE_AHEAD then
     plan.within = number
   elseif mode == REFUND and number < 0 then
     plan.turn = true
@@ -186,9 +188,7 @@ if not only_runs then
     elseif policy.in_flight then
       granted, a[i], b[i] = strategy.hold(policy, key, now, mode, granted, most, a[i], b[i])
     elseif mode == REFUND and granted > 0 then
-      local given
-      given, a[i], b[i], c[i] = strategy.refund(policy, key, now, plan.cost, plan.of[i], a[i], b[i], c[i])
-      granted = min(granted, given)
+      granted, a[i], b[i], c[i] = strategy.refund(policy, key, now, plan.cost, plan.of[i], a[i], b[i], c[i])
     elseif mode ~= REFUND then
       granted = max(0, mode == CHARGE and granted or min(granted, most))
       if granted > 0 then
@@ -259,7 +259,7 @@ if not only_runs then
     local forget_at = now + plan.remember
     local answer = encode(TIMES, now, forget_at)
     for i = from + 1, replied, 4 do
-      answer = answer .. encode(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
+      answer = answer .. encode(ANSWER, plan.recorded or max(0, reply[i]), reply[i + 1], reply[i + 3])
     end
     write(KEYS[key_at], answer, expiry(forget_at + keep))
   end

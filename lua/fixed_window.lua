@@ -5,7 +5,7 @@
 --
 -- State: start of the current window, and the amount granted in it.
 --
--- Uses decode, encode and max of call.lua; lasting and write of prelude.lua.
+-- Uses decode, encode, max and min of call.lua; lasting and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I5I5', 17
 
@@ -54,7 +54,7 @@ local function refund(policy, key, now, cost, of, start, count)
   if 2 * (start + policy.period - now - (of.reset - of.age)) >= policy.period then
     return 0, start, count
   end
-  return cost, start, max(0, count - cost)
+  return min(cost, count), start, max(0, count - cost)
 end
 
 local function reset(policy, now, start, count)

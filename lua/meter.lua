@@ -11,6 +11,8 @@
 -- Uses decode, encode, floor, max, min, DAY and MAX_TICKS of call.lua; div_ceil, lasting and write of prelude.lua.
 
 local METER, METER_LENGTH = '<i7I7I5', 19
+-- Precision of the end of a turn, in microseconds.
+local ROUNDING = 3
 
 local function meter()
   -- A unit of cost is `interval` ticks. If `period` is 0, `ticks` drain in every microsecond; otherwise they drain
@@ -86,13 +88,21 @@ local function meter()
     return level + cost * policy.interval, at
   end
 
-  -- Refunds the part of a charge or turn that still counts, as in the Rust half.
+  -- Refunds the part of a charge that still counts, or the last turn, as in the Rust half.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
+    -- Under another policy, the charge may count for longer.
+    if of.reset <= of.age then
+      return 0, level, at
+    end
     if of.turn and period == 0 then
-      local ends = max(-policy.furthest, min(of.reset - of.age - 1, policy.furthest)) * policy.ticks + 1
-      local ticks = max(0, min(cost, most) * policy.interval - max(0, level - ends))
-      return div_ceil(ticks, policy.interval), max(0, level - ticks), at
+      local ends = min(of.reset - of.age, policy.furthest) * policy.ticks
+      if math.abs(level - ends) <= ROUNDING * policy.ticks then
+        local ticks = min(min(cost, most) * policy.interval, level)
+        return div_ceil(ticks, policy.interval), level - ticks, at
+      elseif level > policy.full then
+        return 0, level, at
+      end
     end
     local times = min(of.age, policy.furthest)
     if period > 0 then
@@ -101,8 +111,8 @@ local function meter()
       times = max(0, min(div_ceil(due, period) - still, policy.furthest))
     end
     local left = min(of.cost, most) * policy.interval - times * policy.ticks
-    local ticks = max(0, min(left, min(cost, most) * policy.interval))
-    return div_ceil(ticks, policy.interval), max(0, level - ticks), at
+    local ticks = min(max(0, min(left, min(cost, most) * policy.interval)), level)
+    return div_ceil(ticks, policy.interval), level - ticks, at
   end
 
   local function save(policy, key, now, stop, cost, level, at)

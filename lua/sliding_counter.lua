@@ -77,7 +77,7 @@ local function refund(policy, key, now, cost, of, start, current, previous)
   local ahead = 2 * (start + 2 * period - now - (of.reset - of.age))
   if ahead < period then
     local rest = max(0, cost - current)
-    return cost, start, max(0, current - cost), max(0, previous - rest)
+    return min(cost, current + previous), start, max(0, current - cost), max(0, previous - rest)
   elseif ahead < 3 * period then
     return min(cost, previous), start, current, max(0, previous - cost)
   end

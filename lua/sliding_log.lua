@@ -256,12 +256,13 @@ end
 
 -- Refunds a charge within the period, starting with the first charge at its time or later.
 local function refund(policy, key, now, cost, of, sum, log, newest)
-  local left, time = max(0, sum - cost), now - of.age
+  local refunded, time = min(cost, sum), now - of.age
+  local left = sum - refunded
   if of.reset - of.age <= 0 then
     return 0, sum, log, newest
   elseif not log or left == 0 or newest > now then
     -- The clock was set back: the remaining charges count as if made now.
-    return cost, left, nil, min(newest, now)
+    return refunded, left, nil, min(newest, now)
   end
   local function is_later(charged)
     return charged >= time
@@ -308,7 +309,7 @@ local function refund(policy, key, now, cost, of, sum, log, newest)
       join(policy, key, log, number)
     end
   end
-  return cost, left, log, (cell(log.cells, cells_in(log.cells)))
+  return refunded, left, log, (cell(log.cells, cells_in(log.cells)))
 end
 
 local function reset(policy, now, sum, log, newest)

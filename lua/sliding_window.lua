@@ -84,7 +84,7 @@ local function refund(policy, key, now, cost, of, sum, cells, newest)
     cells = take_out(cells, min(sum_to(cells, before), sum - cost), cost)
     newest = cell(cells, cells_in(cells))
   end
-  return cost, max(0, sum - cost), cells, newest
+  return min(cost, sum), max(0, sum - cost), cells, newest
 end
 
 local function reset(policy, now, sum, cells, newest)

@@ -244,8 +244,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let Some(policies) = self.countable(policies) else {
             return self.exempt(request, Ok(key), grant);
         };
-        let mut check = self.check(key, &policies, request);
-        let mut question = self.question(&check);
+        let id = self.id(request);
+        let mut check = self.check(key, &policies, request, id);
+        let mut question = self.question(&check, id);
         if let Some((max, queues)) = &self.wait
             && queues.has_queue(&check)
         {
@@ -277,19 +278,20 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     #[inline]
-    fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
+    fn check(&self, key: Key, policies: &Policies, request: &R, id: Option<Key>) -> Check {
         let cost = self
             .settings
             .cost
             .as_ref()
             .map_or(1, |cost| cost(request, policies));
         let mut check = Check::take(key, policies, cost).reserving(self.settles());
-        if let Some(id) = self.id(request) {
+        if let Some(id) = id {
             check.identify(id);
         }
         check
     }
 
+    /// Call it once for a request: a random id is another one each time.
     #[inline]
     fn id(&self, request: &R) -> Option<Key> {
         self.settings.id.as_ref().and_then(|id| id(request))
@@ -297,9 +299,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Records the send time if an observer needs the duration, or if the charge will be settled.
     #[inline]
-    fn question(&self, check: &Check) -> Question {
+    fn question(&self, check: &Check, id: Option<Key>) -> Question {
         Question {
             key: *check.key(),
+            id,
             cost: check.cost(),
             since: if self.settles() {
                 Some(instant())
@@ -393,13 +396,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
                     slot,
                 } = permit.spend();
                 (charged, question.slot) = (Some(charge), slot);
-                if let Some(id) = self.id(request)
+                if let Some(id) = question.id
                     && policies.in_flight().is_none()
                 {
                     // The permit was charged without the id, since any waiter may get it.
-                    let mut known = Check::charge(question.key, policies, 0);
-                    known.identify(id);
-                    self.ops.put(PendingOp::of_check(known));
+                    let record = Check::record(question.key, policies, id, question.cost);
+                    self.ops.put(PendingOp::of_check(record));
                 }
                 Ok(decision)
             }
@@ -447,7 +449,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             grant.charge = Some(self.charge(reserved, grant.slot.take()));
         }
         if self.has_shadows() {
-            grant.try_shadows(self, request, question.key);
+            grant.try_shadows(self, request, question.key, question.id);
         }
         Ok(())
     }
@@ -505,7 +507,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if let Some(key) = key
             && self.has_shadows()
         {
-            grant.try_shadows(self, request, key);
+            grant.try_shadows(self, request, key, self.id(request));
         }
         Admission::Decided(Ok(()))
     }
@@ -585,6 +587,8 @@ impl<S: fmt::Debug, R> Gate<S, R> {
 /// The key and the cost of a request's check, and the slot that it owns until it is admitted.
 struct Question {
     key: Key,
+    /// The id of the request.
+    id: Option<Key>,
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
@@ -712,8 +716,9 @@ impl<D> Grant<D> {
         gate: &Gate<S, R>,
         request: &R,
         key: Key,
+        id: Option<Key>,
     ) {
-        let shadows = Shadows::start(gate, request, key, self.charge.as_ref());
+        let shadows = Shadows::start(gate, request, (key, id), self.charge.as_ref());
         self.shadows = Some(Box::new(shadows));
     }
 

@@ -57,7 +57,7 @@ impl<D> Shadows<D> {
     pub(super) fn start<S: Store<Future = D>, R: 'static>(
         gate: &Gate<S, R>,
         request: &R,
-        key: Key,
+        (key, id): (Key, Option<Key>),
         charge: Option<&RequestCost>,
     ) -> Self {
         // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
@@ -78,11 +78,11 @@ impl<D> Shadows<D> {
         };
         let ask = |(counted_by, selector): (Key, &Selector<R>)| {
             let policies = gate.countable(selector.find(request, Some(&key))?)?;
-            let check = gate.check(counted_by, &policies, request);
+            let check = gate.check(counted_by, &policies, request, id);
             if let Some(charge) = charge.filter(|_| counted_by == key) {
                 charge.charges().reserves(check.cost());
             }
-            let mut question = gate.question(&check);
+            let mut question = gate.question(&check, id);
             question.slot = gate.hold(&check);
             Some(match gate.notifier.send(&gate.store, check) {
                 Answer::Ready { answer } => Shadow::Done(reporter.report(&mut question, answer)),

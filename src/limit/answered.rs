@@ -18,6 +18,9 @@ impl Answered {
     /// A repetition passes, also of a charge that a full debt has cut to nothing.
     pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
         let mut verdicts = verdicts.clone();
+        if let Some(granted) = check.recorded() {
+            verdicts.granted = granted.into();
+        }
         verdicts
             .each
             .iter_mut()

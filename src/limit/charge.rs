@@ -77,8 +77,7 @@ pub(crate) struct PolicyCharge {
     pub(crate) cost: i64,
     /// `reset_after` reported at charge time, in microseconds.
     pub(crate) reset: i64,
-    /// Whether the charge is a turn that was taken ahead. Its refund keeps the part that later
-    /// turns need.
+    /// Whether the charge is a turn that was taken ahead. It is refunded only if it is the last one.
     pub(crate) is_turn: bool,
 }
 
@@ -86,9 +85,9 @@ pub(crate) struct PolicyCharge {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChargedAt {
     /// In the store itself, or in the primary store of a fallback, at this time by its clock in
-    /// microseconds; 0 if the time is unknown. Redis and `Counts` compute the age again from this time, and
-    /// use the greater of both ages: the refund may arrive late, and after a failover another
-    /// server may have another clock. For a turn they use only the computed age.
+    /// microseconds; 0 if the time is unknown. Redis, `Counts` and a `LocalStore` compute the age again
+    /// from this time, and use the greater of both ages: the refund may arrive late, and after a failover
+    /// another server may have another clock. For a turn they use only the computed age.
     Redis(i64),
     /// In the fallback, at this time by the clock of this process in microseconds.
     Local(i64),

@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
@@ -54,6 +55,8 @@ enum Leasing {
 #[derive(Debug, Clone)]
 enum Extra {
     Id(Key),
+    /// The id of a request that was charged without it, and its cost.
+    Recorded(Key, u32),
     /// For a take ahead, the maximum wait; for a debt, the time that it takes to refill. In
     /// microseconds.
     Within(i64),
@@ -85,8 +88,8 @@ impl Check {
     /// debts, each [`take`](Self::take) of the caller is denied, in all instances, and a
     /// [`charge`](Self::charge) adds only what is missing to a debt of one capacity.
     ///
-    /// A [refund](Decision::refund) of an unused turn returns only the part on which no later turn
-    /// stands: later turns keep their times.
+    /// A [refund](Decision::refund) of a turn returns something only if it is the last one: later turns
+    /// keep their times.
     ///
     /// Several policies are all charged immediately, although the turn is due only when the slowest
     /// one allows it. If that wait gets shorter, by checks under other lists, turns of a faster
@@ -122,6 +125,16 @@ impl Check {
     /// most that can be refunded. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
+    }
+
+    /// Stores the id of a request that was charged without it: a repetition is granted `granted`.
+    /// Charges nothing.
+    pub(crate) fn record(key: Key, policies: &Policies, id: Key, granted: u32) -> Self {
+        let extra = Some(Box::new(Extra::Recorded(id, granted)));
+        Self {
+            extra,
+            ..Self::charge(key, policies, 0)
+        }
     }
 
     /// Charges a debt that takes `time` to refill, or nothing if the debt is already larger, so
@@ -237,7 +250,7 @@ impl Check {
     pub(crate) fn identify(&mut self, id: Key) {
         if !matches!(
             self.extra.as_deref(),
-            Some(Extra::Within(_) | Extra::Charged(_))
+            Some(Extra::Within(_) | Extra::Charged(_) | Extra::Recorded(..))
         ) {
             self.extra = Some(Box::new(Extra::Id(id)));
         }
@@ -267,7 +280,15 @@ impl Check {
     /// [slot](Self::slot).
     pub fn id(&self) -> Option<&Key> {
         match self.extra.as_deref() {
-            Some(Extra::Id(id)) if self.slot.is_none() => Some(id),
+            Some(Extra::Id(id) | Extra::Recorded(id, _)) if self.slot.is_none() => Some(id),
+            _ => None,
+        }
+    }
+
+    /// Returns the cost that a repetition is granted, if the check only [records](Self::record) an id.
+    pub(crate) fn recorded(&self) -> Option<u32> {
+        match self.extra.as_deref() {
+            Some(Extra::Recorded(_, granted)) => Some(*granted),
             _ => None,
         }
     }
@@ -383,14 +404,18 @@ impl Check {
 
     /// Returns the check with the age of the refunded charge at the time `now` of the store that made it, as Redis
     /// computes it: the check may have been delayed.
-    pub(crate) fn arriving(mut self, now: i64) -> Self {
-        if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
+    pub(crate) fn arriving(&self, now: i64) -> Cow<'_, Self> {
+        if self.charged().is_empty() {
+            return Cow::Borrowed(self);
+        }
+        let mut check = self.clone();
+        if let Some(Extra::Charged(each)) = check.extra.as_deref_mut() {
             for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
                 let age = if charged.is_turn { 0 } else { charged.age };
                 charged.age = age.max(now - charged.at.micros());
             }
         }
-        self
+        Cow::Owned(check)
     }
 
     /// Makes a [take ahead](Self::take_ahead) a take. A fallback reserves no turns: its primary store could not count

@@ -54,10 +54,10 @@ impl Counts {
     /// `now`.
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
-        let check = check.clone().arriving(now);
+        let check = check.arriving(now);
         let mut verdicts = self.verdicts(&check, now);
         verdicts.at = now - verdicts.age;
-        check.answer(verdicts, source)
+        check.into_owned().answer(verdicts, source)
     }
 
     /// Returns the time at which all charges and ids have expired, so that the value can be dropped:

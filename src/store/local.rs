@@ -209,8 +209,10 @@ impl LocalStore {
     /// time than its own.
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
-        match check.id() {
-            None => shard.decide(check, caller, now()),
+        let now = now();
+        let check = &*check.arriving(now);
+        let mut verdicts = match check.id() {
+            None => shard.decide(check, caller, now),
             Some(id) => {
                 // As in Redis, each list of policies has its own answer per id.
                 let answer = self
@@ -219,9 +221,11 @@ impl LocalStore {
                     .digester()
                     .pair(check.key(), id)
                     .of_count(check.policies().id());
-                shard.decide_once(check, answer, caller, now())
+                shard.decide_once(check, answer, caller, now)
             }
-        }
+        };
+        verdicts.at = now - verdicts.age;
+        verdicts
     }
 }
 

@@ -8,6 +8,8 @@ mod any;
 mod backend;
 mod bounded_map;
 mod config;
+#[cfg(test)]
+mod definitions;
 mod fallback;
 mod freed;
 mod instances;

@@ -10,8 +10,8 @@
 //!
 //! - **By turns**, if the policies refill gradually. For each waiter, a turn is taken ahead immediately: the store charges
 //!   it and reports when it is due. So the queue of all instances is in the store, and no round trip limits the rate.
-//!   Turns of a queue are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
-//!   turn of another instance depends on it; then the turn serves the next waiter that joins before it is due, or expires.
+//!   Turns of a queue are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if
+//!   there is a later one; then the turn serves the next waiter that joins before it is due, or expires.
 //! - **By checks**, under other policies, and while the store reserves no turns or fails. One batch of checks at a time is
 //!   sent, for the first waiters that have no turn, and immediately in a new queue. After a denial the next one follows
 //!   when its wait has passed, or when capacity was freed in this process. If the policies refill gradually, the checks

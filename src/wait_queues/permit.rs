@@ -107,7 +107,13 @@ impl Permit {
     /// Returns a refund of the part that still counts when it is sent. Then its drop does nothing.
     pub(super) fn refund(&mut self) -> PendingOp {
         self.is_refundable = false;
-        PendingOp::refund(self.charge.clone(), self.charge.cost())
+        let charge = self.charge.clone();
+        let charge = if self.due <= instant() {
+            charge.due()
+        } else {
+            charge
+        };
+        PendingOp::refund(charge, self.charge.cost())
     }
 
     /// Returns the permit for a waiter, which may drop it, also after its refund was rejected.

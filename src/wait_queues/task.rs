@@ -316,7 +316,7 @@ impl Task {
         }));
     }
 
-    /// Refunds a turn that no waiter needs. If the store rejects that, a later turn of another instance depends on it: it
+    /// Refunds a turn that no waiter needs. If the store rejects that, there is a later one: it
     /// serves the next waiter that joins before it is due, or expires.
     fn refund(&mut self, mut turn: Permit) {
         let due = turn.due();

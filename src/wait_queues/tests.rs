@@ -44,7 +44,7 @@ impl Store for Places {
         }
         let decision = self.local.check(check).now_or_never().unwrap().unwrap();
         let decision = if self.in_redis.load(SeqCst) {
-            decision.decided_at(1)
+            decision.in_redis()
         } else {
             decision
         };
@@ -72,11 +72,11 @@ async fn turns_of_two_places_are_not_added() {
     assert!(second.await.unwrap().is_allowed());
     sleep(Duration::from_millis(10)).await;
     let refunds = lock(&store.refunds).clone();
-    let places: Vec<_> = refunds
-        .iter()
-        .map(|refund| (refund.cost, refund.at))
-        .collect();
-    assert_eq!(places, [(1, ChargedAt::Redis(1))]);
+    let [refund] = refunds[..] else {
+        panic!("{refunds:?}");
+    };
+    assert_eq!(refund.cost, 1);
+    assert!(matches!(refund.at, ChargedAt::Redis(_)));
 }
 
 /// Takes no turns ahead while it is `away`, as a fallback with a share.
@@ -222,7 +222,7 @@ async fn a_store_without_debts_gets_two_calls_per_grant() {
         counted.fetch_add(1, SeqCst);
         let take = Check::take(*check.key(), check.policies(), check.cost());
         let answer = local(&store, take);
-        Box::pin(ready(answer.map(|decision| decision.decided_at(1))))
+        Box::pin(ready(answer.map(Decision::in_redis)))
     });
     let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 1"));
     let waits = join_all((0..20).map(|_| limiter.wait(ANN, 1, MINUTE)));
@@ -463,7 +463,7 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     let mut later = join(&there, MINUTE, None).unwrap();
     drop(left);
     sleep(Duration::from_millis(10)).await;
-    // The refund of the turn is rejected, since the later one depends on it.
+    // The refund of the turn is rejected, since there is a later one.
     let denied = take();
     assert!(denied.retry_after().unwrap() > Duration::from_millis(1_900));
     let check = Check::take(ANN, &policies, 1);
@@ -483,6 +483,36 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     assert!(start.elapsed() < Duration::from_secs(1));
     assert!(join(&here, short, Some(denied)).is_err());
     assert!((&mut later).await.is_ok());
+}
+
+/// Two waiters leave before a later one of another cost, the last first: their turns serve the next two.
+#[tokio::test(start_paused = true)]
+async fn turns_given_up_keep_the_burst() {
+    let limiter = Limiter::new(
+        LocalStore::default(),
+        policies(Strategy::Gcra, "100/s burst 100"),
+    );
+    let start = instant();
+    // The time at which a request passes, in milliseconds.
+    let passes = async |cost| {
+        let decision = limiter.wait(ANN, cost, MINUTE).await;
+        assert!(decision.unwrap().is_allowed());
+        start.elapsed().as_millis()
+    };
+    assert_eq!(passes(100).await, 0);
+    let mut waiters = [100, 100, 25].map(|cost| Box::pin(passes(cost)));
+    for waiter in &mut waiters {
+        assert!(waiter.now_or_never().is_none());
+        // Its turn is reserved meanwhile.
+        sleep(Duration::from_millis(10)).await;
+    }
+    let [first, second, later] = waiters;
+    for left in [second, first] {
+        drop(left);
+        sleep(Duration::from_millis(10)).await;
+    }
+    let passed = tokio::join!(passes(100), passes(100), later);
+    assert_eq!(passed, (1_000, 2_000, 2_250));
 }
 
 /// A task does not outlive its turns, although the store never replies to a refund.
@@ -712,7 +742,7 @@ async fn a_store_without_debts_gets_few_takes_after_a_reset() {
     let scripted = Scripted::new(move |check| {
         counted.fetch_add(1, SeqCst);
         let answer = local(&inner, check.without_turn());
-        Box::pin(ready(answer.map(|decision| decision.decided_at(1))))
+        Box::pin(ready(answer.map(Decision::in_redis)))
     });
     let policies = policies(Strategy::Gcra, "1/s burst 5");
     let limiter = Limiter::new(scripted, policies.clone());

@@ -85,8 +85,8 @@ pub enum Source {
     Redis,
     /// In this process, from a cached Redis denial, which is at most a second old and whose
     /// `retry_after` has not passed. A refund or a reset by another instance takes effect within
-    /// that second. A check with a larger cost than the denied one gets the wait of the smaller
-    /// cost. A check with an [id](crate::check::Check::with_id) is always decided in Redis.
+    /// that second. A check with a larger cost than the denied one is answered if its wait follows
+    /// from the denial, or if four costs are cached. It is then told no shorter wait than it has. A check with an [id](crate::check::Check::with_id) is always decided in Redis.
     Cached,
     /// In this process, from its local count.
     Local,
@@ -132,9 +132,9 @@ pub struct Verdict {
 pub(crate) struct Verdicts {
     /// The amount charged or refunded.
     pub(crate) granted: i64,
-    /// When Redis or [`Counts`](super::Counts) decided, in microseconds of that clock, or the fallback
-    /// of a [`Fallback`](crate::Fallback), in microseconds of this process's clock; 0 if another store
-    /// did.
+    /// When Redis, [`Counts`](super::Counts) or a [`LocalStore`](crate::LocalStore) decided, in
+    /// microseconds of that clock, or the fallback of a [`Fallback`](crate::Fallback), in microseconds of
+    /// this process's clock; 0 if another store did.
     pub(crate) at: i64,
     /// Microseconds since the original decision, if this is a repetition under an
     /// [id](Check::with_id).
@@ -294,8 +294,8 @@ impl Decision {
     /// and logs refund the whole difference, since it is deducted from the charge itself. A window
     /// that this charge started keeps its start.
     ///
-    /// For grants by Redis and by [`Counts`](crate::store::Counts), the age is measured by the clock of
-    /// that store, even if the refund takes long to arrive. After a failover to a server whose clock differs, the greater age counts. A decision
+    /// For grants by Redis, a [`LocalStore`](crate::LocalStore) and [`Counts`](crate::store::Counts), the
+    /// age is measured by the clock of that store, even if the refund takes long to arrive. After a failover to a server whose clock differs, the greater age counts. A decision
     /// repeated under an [id](crate::check::Check::with_id) is as old as the charge.
     ///
     /// Buckets refund only what has not drained or refilled since: with 100 per second, at most 30
@@ -449,10 +449,10 @@ impl Decision {
         self.verdicts.age > 0
     }
 
-    /// Returns the decision as Redis would have made it at this time.
+    /// Returns the decision as Redis would have made it at the same time.
     #[cfg(test)]
-    pub(crate) fn decided_at(mut self, at: i64) -> Self {
-        (self.verdicts.at, self.source) = (at, Source::Redis);
+    pub(crate) fn in_redis(mut self) -> Self {
+        self.source = Source::Redis;
         self
     }
 
@@ -602,18 +602,33 @@ impl Verdict {
         };
     }
 
-    /// Returns the microseconds until a larger cost than the decided one would be allowed: exact for a meter (or one
-    /// more) and a fixed window, otherwise at least the wait of the decided one.
+    /// Returns `true` if [`wait_of_larger`](Self::wait_of_larger) is exact, or one more under a meter.
+    pub(crate) fn knows_wait_of_larger(&self, policy: &Policy, cost: u32) -> bool {
+        policy.never_fits(cost)
+            || i64::from(cost) <= self.remaining
+            || match policy.frees() {
+                Frees::Gradually | Frees::WithWindow | Frees::OnRelease => true,
+                Frees::InBatches | Frees::WithCell | Frees::OneByOne | Frees::Fading => false,
+            }
+    }
+
+    /// Returns the microseconds until a larger cost than the decided one would be allowed. If that is not
+    /// [known](Self::knows_wait_of_larger), until nothing is charged.
     pub(crate) fn wait_of_larger(&self, policy: &Policy, cost: u32) -> i64 {
         if policy.never_fits(cost) {
             return Self::NEVER;
         }
-        let fits = i64::from(cost) <= self.remaining;
         let kept = match policy.frees() {
+            _ if i64::from(cost) <= self.remaining => return self.wait,
+            // It counts one, regardless of the cost.
+            Frees::OnRelease => return self.wait,
             // The meter need not be empty.
-            Frees::Gradually if !fits => policy.params().time_for(policy.quota().capacity() - cost),
-            Frees::WithWindow if !fits => 0,
-            _ => return self.wait,
+            Frees::Gradually => policy.params().time_for(policy.quota().capacity() - cost),
+            Frees::WithWindow
+            | Frees::InBatches
+            | Frees::WithCell
+            | Frees::OneByOne
+            | Frees::Fading => 0,
         };
         self.wait.max(self.reset - kept)
     }

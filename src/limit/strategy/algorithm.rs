@@ -46,8 +46,8 @@ pub(crate) trait Algorithm: Default {
     /// Charges `cost`, even beyond the limit.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get
-    /// more than if only the rest had been charged. Returns the refunded amount, as a lower bound;
-    /// 0 means that nothing has changed.
+    /// more than if only the rest had been charged. Returns the amount by which the count is lower,
+    /// where a part of a unit counts as one; 0 means that nothing has changed.
     fn refund(
         &mut self,
         params: &Params,
@@ -86,7 +86,7 @@ pub(crate) struct Snapshot {
 /// A loaded state: up to three numbers, as in the Lua halves.
 pub(crate) type Registers = [i64; 3];
 
-/// A state after a refund, and a lower bound of the refunded amount.
+/// A state after a refund, and the refunded amount.
 pub(crate) type Refunded = (Registers, i64);
 
 /// A loaded state that need not be saved.

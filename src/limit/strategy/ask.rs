@@ -237,7 +237,6 @@ impl Ask<'_> {
                     .copied()
                     .unwrap_or(PolicyCharge::just_now(self.cost));
                 (registers, granted) = state.refund(params, now, self.cost, &of, registers);
-                granted = granted.min(grants);
                 room = T::room(params, now, registers);
             }
             _ if granted > 0 => {

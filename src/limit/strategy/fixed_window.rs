@@ -130,7 +130,7 @@ impl Algorithm for State {
         if 2 * (start + params.period - now - of.left()) >= params.period {
             return (registers, 0);
         }
-        ([start, (count - cost).max(0), 0], cost)
+        ([start, (count - cost).max(0), 0], cost.min(count))
     }
 
     fn reset_after(params: &Params, now: i64, [start, count, _]: Registers) -> i64 {

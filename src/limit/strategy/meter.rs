@@ -10,6 +10,9 @@ use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
 use super::{Frees, Params, Refill, Snapshot, Strategy};
 use crate::limit::PolicyCharge;
 
+/// Precision of the end of a turn, in microseconds: its reset and its age are rounded.
+const ROUNDING: i64 = 3;
+
 /// A separate type for each strategy, identified by its letter: shared functions would not be inlined, and a take would
 /// execute 5 % more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -99,20 +102,23 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         of: &PolicyCharge,
         [level, at, _]: Registers,
     ) -> Refunded {
+        // Under another policy, the charge may count for longer.
+        if of.left() <= 0 {
+            return ([level, at, 0], 0);
+        }
         let [cost, charge] =
             [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
-        if of.is_turn && !Self::in_batches(params) {
-            let ticks = (cost - Self::stands_on(params, of, level)).max(0);
-            return (
-                [(level - ticks).max(0), at, 0],
-                div_ceil(ticks, params.interval),
-            );
-        }
-        let ticks = (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost);
-        (
-            [(level - ticks).max(0), at, 0],
-            div_ceil(ticks, params.interval),
-        )
+        let is_turn = of.is_turn && !Self::in_batches(params);
+        let ticks = if is_turn && Self::is_last(params, of, level) {
+            cost
+        } else if is_turn && level > params.full {
+            // Later turns are not due yet. Not even a part is refunded: new turns would be due at the same times.
+            0
+        } else {
+            (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost)
+        };
+        let ticks = ticks.min(level);
+        ([level - ticks, at, 0], div_ceil(ticks, params.interval))
     }
 
     fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
@@ -172,13 +178,10 @@ impl<const LETTER: char> Meter<LETTER> {
         }
     }
 
-    /// Returns the ticks of the turn that later turns need: the distance from the end of this turn to the end of the
-    /// last turn. These ticks are not refunded, or new turns would be due at the same times as the later turns.
-    ///
-    /// The reset was rounded up, so the turn ends up to 1 us before it.
-    fn stands_on(params: &Params, of: &PolicyCharge, level: i64) -> i64 {
-        let ends = (of.reset - of.age - 1).clamp(-params.furthest, params.furthest);
-        (level - (ends * params.ticks + 1)).max(0)
+    /// Returns `true` if the meter is empty when this turn ends, so that nothing was charged after it.
+    fn is_last(params: &Params, of: &PolicyCharge, level: i64) -> bool {
+        let ends = of.left().min(params.furthest);
+        (level - ends * params.ticks).abs() <= ROUNDING * params.ticks
     }
 
     /// Counts the drains since a charge, at most [`Params::furthest`]. Only this charge is certain to have been in the

@@ -99,7 +99,7 @@ impl Algorithm for State {
             let rest = (cost - current).max(0);
             return (
                 [start, (current - cost).max(0), (previous - rest).max(0)],
-                cost,
+                cost.min(current + previous),
             );
         } else if ahead < 3 * period {
             return (

@@ -97,7 +97,8 @@ impl Algorithm for State {
         registers: Registers,
     ) -> Refunded {
         let [sum, head, newest] = registers;
-        let left = (sum - cost).max(0);
+        let refunded = cost.min(sum);
+        let left = sum - refunded;
         if of.left() <= 0 {
             return (registers, 0);
         } else if head == NOTHING
@@ -105,10 +106,11 @@ impl Algorithm for State {
             || self.charges.newest().is_some_and(|newest| newest > now)
         {
             // After the clock went back, the rest counts as charged now.
-            return ([left, NOTHING, newest], cost);
+            return ([left, NOTHING, newest], refunded);
         }
         self.charges.take_out(head as usize, now - of.age - 1, cost);
-        ([left, head, self.charges.newest().unwrap_or(newest)], cost)
+        let newest = self.charges.newest().unwrap_or(newest);
+        ([left, head, newest], refunded)
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {

@@ -119,7 +119,7 @@ impl Algorithm for State {
             self.cells.take_out(head as usize, now - of.age, cost);
             newest = self.cells.newest().unwrap_or(newest);
         }
-        ([(sum - cost).max(0), head, newest], cost)
+        ([(sum - cost).max(0), head, newest], cost.min(sum))
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {

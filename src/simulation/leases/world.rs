@@ -12,7 +12,7 @@ use fastrand::Rng;
 use tokio::time::Instant;
 
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Policies, Source};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
 use crate::observe::{Observer, event};
 use crate::simulation::clocked::Clocked;
 use crate::simulation::network::{Counts, Fate, Network, Remote, Reply, Request, Shared, Waiting};
@@ -105,8 +105,11 @@ impl Remote for Redis {
 
     fn runs(&mut self, Request { check, .. }: &Request) -> Decision {
         let now = self.clock();
-        let check = check.clone().arriving(now);
-        let verdicts = self.counts.decide(&check, now);
+        let check = check.arriving(now);
+        let verdicts = Verdicts {
+            at: now,
+            ..self.counts.decide(&check, now)
+        };
         if check.mode() == Mode::Take && verdicts.granted > 0 {
             self.spent.push((now, check.cost()));
         } else if check.mode() == Mode::UpTo {
@@ -114,7 +117,7 @@ impl Remote for Redis {
         } else if check.mode() == Mode::Reset {
             self.resets.push(now);
         }
-        check.answer(verdicts, Source::Redis).decided_at(now)
+        check.into_owned().answer(verdicts, Source::Redis)
     }
 
     fn replies(&mut self, request: &Request, reply: &Reply) {

@@ -5,7 +5,7 @@ use fastrand::Rng;
 use super::ledger::{Ledger, Rule};
 use super::plan::{Caller, Fault, Kind, Plan, TIMEOUT};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Source};
+use crate::limit::{Check, Decision, Key, Mode, Source, Verdicts};
 use crate::observe::{Observer, event};
 use crate::simulation::network::{
     Counts, Event, Fate, Network, Remote, Reply, Request, Shared, Waiting,
@@ -22,8 +22,6 @@ pub(super) struct WorldState {
     network: Network,
     rng: Rng,
     counts: Counts,
-    /// The number of checks that the store has decided.
-    decided: i64,
 }
 
 /// Returns the requests of a caller that the store counts, but that are not yet in flight, or are
@@ -47,7 +45,6 @@ impl WorldState {
             network: Network::default(),
             rng,
             counts: Counts::default(),
-            decided: 0,
         }
     }
 
@@ -149,10 +146,12 @@ impl WorldState {
 
     fn counts(&mut self, check: &Check) -> Decision {
         let now = self.plan.wall + self.network.now as i64 * 1000;
-        let verdicts = self.counts.decide(check, now);
-        self.decided += 1;
-        let decision = check.clone().answer(verdicts, Source::Redis);
-        decision.decided_at(self.decided)
+        let check = check.arriving(now);
+        let verdicts = Verdicts {
+            at: now,
+            ..self.counts.decide(&check, now)
+        };
+        check.into_owned().answer(verdicts, Source::Redis)
     }
 
     /// Compares the store's count of steady callers with their requests in flight, once they should

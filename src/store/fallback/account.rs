@@ -257,10 +257,16 @@ fn counted_before(
 ) -> State {
     let [whole, part] = [policy, share].map(|policy| policy.params().capacity);
     let (used, reset) = if policy.frees().is_gradual() {
-        // The time until such a bucket is empty shows how full it is, also in a debt: `resume` reads only that.
-        let time = share.quota().time_for(granted.into()).as_micros();
-        let time = i64::try_from(time).unwrap_or(i64::MAX);
-        (whole, verdict.reset.saturating_sub(time))
+        // The time until such a bucket is empty shows how full it is, also in a debt: `resume` reads only that. The primary
+        // store has rounded it up, and so has the fallback: without these two microseconds, the primary store could be
+        // charged a unit that has refilled.
+        let params = share.params();
+        let level = (verdict.reset - 2).saturating_mul(params.ticks);
+        let level = level.saturating_sub(i64::from(granted).saturating_mul(params.interval));
+        (
+            whole,
+            level.checked_div_euclid(params.ticks).unwrap_or_default(),
+        )
     } else {
         let used = (part - verdict.remaining - i64::from(granted)).max(0);
         let used = (i128::from(used) * i128::from(whole) / i128::from(part.max(1))) as i64;
@@ -518,5 +524,60 @@ mod tests {
                 now += rng.i64(0..most_wait);
             }
         }
+    }
+
+    /// Of a bucket that refills gradually, the primary store counts no unit more than without the outage.
+    #[test]
+    fn a_reconciliation_rounds_no_unit_up() {
+        let gradual = |strategy: &&Strategy| strategy.frees().is_gradual();
+        let strategies: Vec<_> = Strategy::ALL.iter().filter(gradual).collect();
+        let (mut wrong, mut few, mut charged) = (vec![], 0, 0);
+        for seed in 0..200 {
+            let mut rng = Rng::with_seed(seed);
+            let policy = any_policy("test", **pick(&mut rng, &strategies), &mut rng);
+            let (kind, params) = (policy.kind(), policy.params());
+            let unit = policy.quota().time_for(1).as_micros() as i64;
+            let policies = Policies::from(policy.clone());
+            let mut over = 0;
+            for _ in 0..1_100 {
+                let mut now = 1_700_000_000_000_000;
+                // The primary store, and the fallback that has followed its last decision.
+                let mut primary = State::fresh(kind);
+                let cost = rng.i64(0..=params.capacity);
+                let (seen, _) = Mode::Take.decide(&policy, &mut primary, cost, now);
+                let followed = Snapshot {
+                    used: params.capacity - seen.remaining,
+                    until: now + seen.reset,
+                };
+                let mut fallback = State::resume(kind, params, now, followed);
+                now += unit * rng.i64(0..20) + *pick(&mut rng, &[0, 1, unit / 3]);
+                let mut account = None;
+                let mut uninterrupted = primary.clone();
+                for _ in 0..rng.u8(1..4) {
+                    let cost = rng.u32(1..10);
+                    let check = Check::up_to(Key::GLOBAL, &policies, cost);
+                    let verdicts = check.decide(std::slice::from_mut(&mut fallback), now);
+                    let granted = limited(verdicts.granted as u64);
+                    let decision = check.answer(verdicts, Source::Local);
+                    let account = account
+                        .get_or_insert_with(|| Account::new(&policies, &decision, granted, now));
+                    account.charge(&policies, granted, now);
+                    Mode::Charge.count(&policy, &mut uninterrupted, granted.into(), now);
+                    now += unit * rng.i64(0..4);
+                }
+                let mut account = account.unwrap();
+                let expected = uninterrupted.counted(&policy, now);
+                while let Some(check) = account.send(Key::GLOBAL, now) {
+                    Mode::Charge.count(&policy, &mut primary, check.cost().into(), now);
+                    charged += check.cost();
+                }
+                let counted = primary.counted(&policy, now);
+                over += u32::from(counted > expected);
+                few += u32::from(counted < expected);
+            }
+            wrong.extend((over > 0).then_some((seed, policy, over)));
+        }
+        assert!(wrong.is_empty(), "{} seeds: {wrong:?}", wrong.len());
+        assert!(charged > 1_000_000 && few < 1_000, "{charged}, {few}");
     }
 }

@@ -261,11 +261,13 @@ impl RedisStoreBuilder {
     /// Redis; see [`Source::Cached`](crate::check::Source::Cached). Defaults to 10,000; 0 sends every check to Redis.
     ///
     /// A denial is remembered until its `retry_after`, for at most a second, so a reset or a
-    /// refund by another instance takes effect within a second. Each caller has one denial per list
-    /// of policies, up to 16, at about 200 bytes each. It applies to all checks of its cost or
-    /// more, except checks with an id. A larger cost gets its own wait under fixed windows and buckets that refill
-    /// gradually; otherwise that of the smaller one. The least active callers are dropped first, so a flood of
-    /// denied callers replaces itself.
+    /// refund by another instance takes effect within a second. Each caller has denials of up to 16 lists of
+    /// policies, with up to four costs each, at about 200 bytes for a denial. A denial applies to all checks of
+    /// its cost, except checks with an id. Under fixed windows and buckets that refill gradually, the wait of a
+    /// larger cost follows from it. Under other strategies, Redis decides a larger cost too, but at most four
+    /// costs a second: further ones are told to wait until nothing is charged, which may be too long. A cost
+    /// below all denied ones is always decided by Redis, since it may pass. The least active callers are
+    /// dropped first, so a flood of denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.settings.denials = denials;
         self

@@ -239,6 +239,7 @@ async fn ids() {
                         cost,
                         Duration::from_millis(trace.rng.u64(..2_000)),
                     ),
+                    4 => Check::record(key, policies, Key::new("request-1"), cost),
                     _ => Check::take(key, policies, cost),
                 };
                 let check = if trace.rng.u8(..4) == 0 {
@@ -820,7 +821,7 @@ async fn agree(seed: u64, kind: Kind) {
 
 /// Returns the decision of the Rust halves as if Redis had made it.
 fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
-    let verdicts = check.clone().arriving(now).decide(states, now);
+    let verdicts = check.arriving(now).decide(states, now);
     check.clone().answer(verdicts, Source::Redis)
 }
 

@@ -246,7 +246,7 @@ fn excess_reservations_do_not_exhaust_the_quota() {
 }
 
 /// In each window, and between two refills of a bucket, the kept cost is within the limit, even if
-/// a refunded charge started the window.
+/// a refunded charge started the window, and if another policy counts charges for longer.
 #[test]
 fn refunds_keep_each_window_within_limit() {
     for strategy in Strategy::ALL
@@ -262,8 +262,18 @@ fn refunds_keep_each_window_within_limit() {
                 Duration::from_micros(rng.u64(10..1_000_000)),
             );
             let (limit, period) = (i64::from(quota.limit()), quota.period().as_micros() as i64);
-            let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
-            let mut state = [State::fresh(strategy)];
+            let short = Policy::new("p", strategy, quota).unwrap();
+            let long = Quota::per(100_000, quota.period() * rng.u32(2..200));
+            let long = Policy::new("long", Strategy::SlidingLog, long).unwrap();
+            let policies: Policies = if rng.bool() {
+                short.into()
+            } else {
+                Policies::new([short, long]).unwrap()
+            };
+            let mut states: Vec<_> = policies
+                .iter()
+                .map(|policy| State::fresh(policy.kind()))
+                .collect();
             let (mut now, mut open): (i64, Vec<Reservation>) = (START, vec![]);
             // The kept cost per end of a window, or time of a refill.
             let mut kept: BTreeMap<i64, i64> = BTreeMap::new();
@@ -277,7 +287,7 @@ fn refunds_keep_each_window_within_limit() {
                 ][rng.usize(..5)];
                 if rng.bool() || open.is_empty() {
                     let check = Check::take(Key::GLOBAL, &policies, rng.u32(1..=quota.limit()));
-                    let verdicts = check.decide(&mut state, now);
+                    let verdicts = check.decide(&mut states, now);
                     let decision = check.answer(verdicts, Source::Local);
                     if decision.is_allowed() {
                         *kept
@@ -297,7 +307,7 @@ fn refunds_keep_each_window_within_limit() {
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
                     let age = Duration::from_micros((now - at) as u64);
                     if let Some(check) = decision.refund(Key::GLOBAL, cost, age).next() {
-                        back += check.decide(&mut state, now).granted;
+                        back += check.decide(&mut states, now).granted;
                     }
                 }
             }
@@ -356,6 +366,26 @@ fn an_immediate_refund_restores_the_excess() {
             assert_eq!(ours, real, "seed {seed}, {:?} {age} us later", policies[0]);
         }
     }
+}
+
+/// Of the previous window of a sliding counter only an estimated part counts, but a refund lowers its
+/// whole count.
+#[test]
+fn a_refund_reports_what_it_deducts() {
+    let quota = "100/10s".parse().unwrap();
+    let policies = Policy::new("p", Strategy::SlidingCounter, quota)
+        .unwrap()
+        .into();
+    let mut state = [State::fresh(Strategy::SlidingCounter)];
+    let mut decide = |check: Check, now| check.decide(&mut state, START + now * SECOND);
+    let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+    assert_eq!(decide(take(20), 9).granted, 20);
+    assert_eq!(decide(take(10), 18).first().remaining, 100 - 4 - 10);
+    let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
+    // The rest of 12 in the previous window, of which a fifth counts.
+    assert_eq!((refunded.granted, refunded.first().remaining), (18, 97));
+    let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
+    assert_eq!((refunded.granted, refunded.first().remaining), (12, 100));
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod clock;
 mod definition;
 mod leased;
 mod quotas;
+mod turns;
 
 pub(crate) use leased::most_spent;
 

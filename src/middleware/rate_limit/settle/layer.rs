@@ -73,8 +73,8 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     ///   been executed are not retried, so nothing is charged twice. The observer is
     ///   [notified](crate::observe::Observer::failed) of losses.
     /// - **With [waiting](Self::wait) requests** a bucket may have more than one burst reserved
-    ///   ahead. Then a cost beyond the reservation charges nothing, and a refund returns only what
-    ///   no later turn depends on.
+    ///   ahead. Then a cost beyond the reservation charges nothing. The charge of a request that has
+    ///   waited is refunded only if no later turn is reserved.
     /// - **Header fields** and the [`Decision`](crate::check::Decision) of the response report the
     ///   state when its head is sent: they include the rule's refund, but not what is settled at
     ///   the end of the body.

@@ -16,7 +16,7 @@ use shown::{answered, nonsense};
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
+use crate::limit::{Check, Decision, Key, Mode, Outcome, Source};
 use crate::observe::{Observer, event};
 use crate::simulation::network::Shared;
 use crate::simulation::{Log, pick, shown, verdict};

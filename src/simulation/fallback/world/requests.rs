@@ -192,12 +192,9 @@ impl WorldState {
             ..
         } = self.requests[request];
         self.requests[request].ran = true;
-        let verdicts = self.counts(&check);
-        let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
+        let decision = self.counts(&check).in_redis();
+        let (mode, granted, id) = (check.mode(), decision.granted().into(), check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
-        let decision = check
-            .answer(verdicts, Source::Redis)
-            .decided_at(self.now() as i64 * 1000 + 1);
         if let (Some(caller), Some(ask)) = (caller, ask) {
             self.asks[ask].ran = self.ledger.ran(caller, mode, granted, id);
         }
@@ -216,19 +213,10 @@ impl WorldState {
         decision
     }
 
-    fn counts(&self, check: &Check) -> Verdicts {
+    fn counts(&self, check: &Check) -> Decision {
         // The local store replies immediately.
-        let decision = self
-            .counts
-            .check(check.clone())
-            .now_or_never()
-            .unwrap()
-            .unwrap();
-        let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
-        Verdicts {
-            age: decision.is_repeated().into(),
-            ..Verdicts::new(decision.granted().into(), each)
-        }
+        let decision = self.counts.check(check.clone()).now_or_never();
+        decision.unwrap().unwrap()
     }
 
     /// A request is answered, if its future still exists.

@@ -96,9 +96,7 @@ impl Store for Primary {
         }
         let decide = || match self.counts.check(check) {
             // Use the store's own clock, as Redis does.
-            Answer::Ready { answer } => {
-                Answer::ready(answer.map(|decision| decision.decided_at(1)))
-            }
+            Answer::Ready { answer } => Answer::ready(answer.map(Decision::in_redis)),
             pending => pending,
         };
         Answer::pending(match &mut script.manner {

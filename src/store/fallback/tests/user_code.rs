@@ -363,9 +363,7 @@ impl Store for Split {
             return Answer::pending(Box::pin(std::future::ready(Err(moving))));
         }
         let answer = self.0.check(check);
-        Answer::pending(Box::pin(async {
-            answer.await.map(|decision| decision.decided_at(1))
-        }))
+        Answer::pending(Box::pin(async { answer.await.map(Decision::in_redis) }))
     }
 }
 

@@ -59,6 +59,8 @@ pub(super) struct PlanKey {
     /// Maximum time in microseconds until a take ahead is due.
     within: i64,
     age: i64,
+    /// The cost that a repetition is granted, if the check only records an id.
+    recorded: Option<u32>,
 }
 
 /// Checks of one caller under one plan, repeated `times`.
@@ -77,6 +79,7 @@ impl PlanKey {
             with_id: check.id().is_some(),
             within: check.within(),
             age: check.charged_under(0).age,
+            recorded: check.recorded(),
         }
     }
 }
@@ -135,10 +138,11 @@ impl Plan {
             Mode::Refund => -i64::from(is_turn()),
             _ => key.within,
         };
-        packed
-            .u8(wire::mode_number(key.mode))
-            .u32(key.cost as usize)
-            .i56(number);
+        let (mode, cost) = match key.recorded {
+            Some(granted) => (wire::RECORD as u8, granted),
+            None => (wire::mode_number(key.mode), key.cost),
+        };
+        packed.u8(mode).u32(cost as usize).i56(number);
         for place in policies.clone() {
             packed.u32(place);
         }

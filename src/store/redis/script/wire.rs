@@ -2,15 +2,15 @@
 
 use crate::limit::{Frees, Kind, Mode, Policy, strategies};
 
-/// Calls a macro with the constants that both halves share, except the numbers of strategies: modes, problems, and the
-/// number of requests in flight as a kind of count.
+/// Calls a macro with the constants that both halves share, except the numbers of strategies: modes, problems, the
+/// number of requests in flight as a kind of count, and in place of a mode that of a check that records an id.
 macro_rules! numbers {
     ($with:ident) => {
         $with! {
             Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
             TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Release RELEASE = 9;
             REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_WRITES = -5, ELSEWHERE = -6, NO_PERMISSION = -10,
-            IN_FLIGHT = 0
+            IN_FLIGHT = 0, RECORD = 10
         }
     };
 }

@@ -1,11 +1,12 @@
 //! A cache of denials, so that a flood of denied checks costs Redis almost nothing.
 //!
 //! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
-//! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost or more under the same
-//! policies, a larger cost [with its own wait](crate::limit::Verdict::wait_of_larger) if that is known. [`MAX_AGE`]
-//! bounds how long a refund or reset by another instance goes unseen; this instance's own ones drop the caller's
-//! denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id are never answered
-//! from it: the id may have been granted before.
+//! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost under the same policies,
+//! and of a larger cost whose wait [follows](crate::limit::Verdict::knows_wait_of_larger) from it. Redis decides any other
+//! larger cost, and that denial is kept too. With [`MAX_COSTS`] denials, a larger cost is told to wait until nothing is
+//! charged, which is never too short, so that a client that varies its cost does not reach Redis with each request.
+//! [`MAX_AGE`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones drop the
+//! caller's denials immediately. Checks with an id are never answered from the cache: the id may have been granted before.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
@@ -37,17 +38,24 @@ struct Shard {
 
 #[derive(Debug)]
 struct Caller {
-    /// At most one for each list of policies and [`MAX_LISTS`] in all, oldest first.
-    denials: SmallVec<[Denial; 1]>,
+    /// One for each list of policies, at most [`MAX_LISTS`], oldest first.
+    lists: SmallVec<[DeniedList; 1]>,
     /// Number of checks answered, at most [`MAX_HITS`]. Reduced by one each time that the caller is a candidate for
     /// eviction.
     hits: AtomicU8,
 }
 
+/// The denials of a caller under one list of policies.
 #[derive(Debug)]
-struct Denial {
+struct DeniedList {
     /// Not a [`Policies`]: reading its reference count would wait for every request that writes to it.
     policies: SmallVec<[Policy; 1]>,
+    /// At most [`MAX_COSTS`], the smallest cost first.
+    denials: SmallVec<[Denial; 1]>,
+}
+
+#[derive(Debug)]
+struct Denial {
     /// The capacity that the denied check needed.
     needs: u32,
     verdicts: Verdicts,
@@ -57,8 +65,10 @@ struct Denial {
 }
 
 const SHARDS: usize = 16;
-/// Maximum number of denials of one caller.
+/// Maximum number of lists of one caller.
 const MAX_LISTS: usize = 16;
+/// Maximum number of denials under one list.
+const MAX_COSTS: usize = 4;
 /// Cap on `hits`, enough to survive a thousand other denied callers. At the cap the counter is not written, to avoid
 /// contention.
 const MAX_HITS: u8 = 15;
@@ -93,16 +103,11 @@ impl DenialCache {
         let (shard, caller) = self.shards.of(check.key());
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
         let caller = &shard.callers.get(caller)?.value;
-        let now = self.clock.micros();
-        let denial = caller
-            .denials
-            .iter()
-            .find(|denial| denial.is_under(check.policies()))?;
-        if denial.expires_at <= now || needs < denial.needs {
-            return None;
-        }
+        let mut lists = caller.lists.iter();
+        let list = lists.find(|list| list.policies[..] == *check.policies().as_slice())?;
+        let verdicts = list.verdicts_on(needs, self.clock.micros())?;
         caller.hit();
-        Some(denial.verdicts_on(needs, now))
+        Some(verdicts)
     }
 
     /// Records Redis's denial of a check whose call was sent at `sent`, if it can answer other checks.
@@ -113,7 +118,7 @@ impl DenialCache {
         if let Some(denial) = Denial::new(check, verdicts, self.clock.micros_at(sent)) {
             self.change(check.key(), |shard, caller, now| {
                 if denial.sent > shard.freed_at && denial.expires_at > now {
-                    shard.remember(caller, denial, now);
+                    shard.remember(caller, check.policies(), denial, now);
                 }
             });
         }
@@ -144,34 +149,35 @@ impl DenialCache {
 }
 
 impl Shard {
-    fn remember(&mut self, caller: Digest, denial: Denial, now: i64) {
+    fn remember(&mut self, caller: Digest, policies: &Policies, denial: Denial, now: i64) {
         let hold = Hold::new(0, denial.expires_at);
+        let policies = policies.as_slice();
         let Some(slot) = self.callers.get_mut(caller) else {
-            self.callers.put(
-                caller,
-                Caller {
-                    denials: smallvec![denial],
-                    hits: AtomicU8::new(0),
-                },
-                hold,
-                now,
-            );
+            let lists = smallvec![DeniedList::new(policies, denial)];
+            let hits = AtomicU8::new(0);
+            self.callers.put(caller, Caller { lists, hits }, hold, now);
             return;
         };
         slot.hold = slot.hold.max(hold);
-        let denials = &mut slot.value.denials;
-        denials.retain(|known| known.expires_at > now);
-        let same = denials
-            .iter()
-            .position(|known| known.policies == denial.policies);
-        // Replies of different workers arrive in any order. The denial of the smaller cost answers more checks.
-        if same.is_some_and(|place| denials[place].rank() > denial.rank()) {
-            return;
+        let lists = &mut slot.value.lists;
+        for list in &mut *lists {
+            list.denials.retain(|known| known.expires_at > now);
         }
-        if let Some(place) = same.or((denials.len() >= MAX_LISTS).then_some(0)) {
-            denials.remove(place);
-        }
-        denials.push(denial);
+        lists.retain(|list| !list.denials.is_empty());
+        let same = lists.iter().position(|list| list.policies[..] == *policies);
+        let list = match same.map(|place| lists.remove(place)) {
+            Some(mut list) => {
+                list.remember(denial);
+                list
+            }
+            None => {
+                if lists.len() >= MAX_LISTS {
+                    lists.remove(0);
+                }
+                DeniedList::new(policies, denial)
+            }
+        };
+        lists.push(list);
     }
 }
 
@@ -215,15 +221,56 @@ fn needs(check: &Check) -> Option<u32> {
     }
 }
 
+impl DeniedList {
+    fn new(policies: &[Policy], denial: Denial) -> Self {
+        Self {
+            policies: policies.into(),
+            denials: smallvec![denial],
+        }
+    }
+
+    /// Adds a denial. The smaller costs answer more checks.
+    fn remember(&mut self, denial: Denial) {
+        match self
+            .denials
+            .binary_search_by_key(&denial.needs, |known| known.needs)
+        {
+            // Replies of different workers arrive in any order.
+            Ok(same) if self.denials[same].sent > denial.sent => {}
+            Ok(same) => self.denials[same] = denial,
+            Err(place) => {
+                self.denials.insert(place, denial);
+                self.denials.truncate(MAX_COSTS);
+            }
+        }
+    }
+
+    /// Returns the verdicts on a check that needs this capacity, by the nearest denial of a cost at or below it. `None` if
+    /// Redis must decide.
+    #[inline]
+    fn verdicts_on(&self, needs: u32, now: i64) -> Option<Verdicts> {
+        let known = self.denials.iter().filter(|denial| denial.expires_at > now);
+        let nearest = known.clone().rfind(|denial| denial.needs <= needs)?;
+        let mut verdicts = nearest.verdicts.later(now - nearest.sent);
+        if needs > nearest.needs {
+            if !nearest.is_exact_for(needs, &self.policies) && known.count() < MAX_COSTS {
+                return None;
+            }
+            for (verdict, policy) in verdicts.each.iter_mut().zip(&self.policies) {
+                verdict.wait = verdict.wait_of_larger(policy, needs);
+            }
+        }
+        Some(verdicts)
+    }
+}
+
 impl Denial {
     /// Returns `None` if the denial of this check cannot answer other checks.
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
         let needs = needs(check)?;
         // A cost above the capacity has no wait. It stays denied as long as the cache may keep it.
         let holds = verdicts.wait().unwrap_or(MAX_AGE).min(MAX_AGE);
-        let policies = check.policies().as_slice().into();
         Some(Self {
-            policies,
             needs,
             verdicts: verdicts.clone(),
             sent,
@@ -231,25 +278,10 @@ impl Denial {
         })
     }
 
-    #[inline]
-    fn is_under(&self, policies: &Policies) -> bool {
-        self.policies[..] == *policies.as_slice()
-    }
-
-    /// Under one list of policies, the cache keeps the denial of the highest rank.
-    fn rank(&self) -> (std::cmp::Reverse<u32>, i64) {
-        (std::cmp::Reverse(self.needs), self.sent)
-    }
-
-    /// The verdicts on a check that needs at least [`Self::needs`].
-    fn verdicts_on(&self, needs: u32, now: i64) -> Verdicts {
-        let mut verdicts = self.verdicts.later(now - self.sent);
-        if needs > self.needs {
-            for (verdict, policy) in verdicts.each.iter_mut().zip(&self.policies) {
-                verdict.wait = verdict.wait_of_larger(policy, needs);
-            }
-        }
-        verdicts
+    /// Returns `true` if the wait of a larger cost follows from this denial.
+    fn is_exact_for(&self, needs: u32, policies: &[Policy]) -> bool {
+        let mut each = self.verdicts.each.iter().zip(policies);
+        each.all(|(verdict, policy)| verdict.knows_wait_of_larger(policy, needs))
     }
 }
 
@@ -314,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn the_denial_of_the_smallest_cost_answers() {
+    fn the_denial_of_the_nearest_smaller_cost_answers() {
         let (denials, policies) = (DenialCache::new(10), list("p"));
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
         let wait = |cost| {
@@ -322,10 +354,10 @@ mod tests {
                 .verdicts(&take(cost))
                 .map(|verdicts| verdicts.first().wait == Verdict::NEVER)
         };
-        deny(&denials, &take(101));
+        denials.learn(&take(101), &denied(Verdict::NEVER), instant());
         assert_eq!(
             (wait(101), wait(102), wait(5)),
-            (Some(false), Some(true), None)
+            (Some(true), Some(true), None)
         );
         deny(&denials, &take(5).with_id("a"));
         assert_eq!(
