@@ -30,10 +30,11 @@ use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use self::future::LeasedFuture;
 
-use self::inner::{Inner, MAX_WAITS};
+use self::inner::Inner;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
@@ -72,7 +73,18 @@ use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
 /// - **Exceptions.** The shared store decides checks with an id, checks that wait or are settled afterwards, and checks
 ///   under a list with a policy that is not leased.
 ///
+/// - **Waiting.** If a block is late, a check may wait for it, at most for the deadline of a [`Fallback`], the
+///   [`timeout`](crate::store::RedisStoreBuilder::timeout) of a [`RedisStore`](crate::RedisStore) or 1 s of another store.
+///   Then the shared store decides it.
+///
 /// Clones share the blocks.
+///
+/// # Runtimes
+///
+/// The task that charges and refunds blocks runs on the tokio runtime that first needed it. After that runtime has shut
+/// down, the next check that no block covers starts the task on its own runtime. While that runtime is alive and runs nothing,
+/// as a current-thread runtime does outside of `block_on`, no blocks are charged or refunded, and the shared store decides
+/// the checks of all runtimes.
 ///
 /// [`Fallback`]: crate::Fallback
 pub struct Leased<S: Store> {
@@ -133,7 +145,7 @@ impl<S: Store> Store for Leased<S> {
     type Future = LeasedFuture<S>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.inner.check(check, MAX_WAITS)
+        self.inner.check(check, None)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
@@ -160,6 +172,10 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn server(&self, key: &Key) -> Option<String> {
         self.inner.store.backend().server(key)
+    }
+
+    fn deadline(&self) -> Option<Duration> {
+        self.inner.store.backend().deadline()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -303,3 +303,81 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
         "{granted}, {leased}, {charged}"
     );
 }
+
+/// Sends checks one after the other, each a millisecond after the last reply. Returns the times of all replies, and how many
+/// checks were answered from memory.
+async fn time_checks(
+    store: &impl Store,
+    policies: &Policies,
+    time: Duration,
+) -> (Vec<Duration>, u32) {
+    let (mut times, mut from_memory) = (vec![], 0);
+    let start = Instant::now();
+    while start.elapsed() < time {
+        let sent_at = Instant::now();
+        let decision = take(store, Key::GLOBAL, policies).await;
+        times.push(sent_at.elapsed());
+        from_memory += u32::from(decision.source() == Source::Leased);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    (times, from_memory)
+}
+
+/// Two threads with a runtime each share a store. The first one, which charges the blocks, blocks repeatedly.
+#[test]
+fn a_blocked_thread_delays_no_other() {
+    const BLOCKED: Duration = Duration::from_secs(2);
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let server = RedisServer::start();
+    let redis = RedisStore::connect_lazy(server.url()).unwrap();
+    let store = Leased::new(Fallback::new(redis, LocalStore::default()));
+    let quota = Quota::per_second(100_000).burst(400_000);
+    let policies = Policy::new("all", Strategy::Gcra, quota)
+        .and_then(|policy| policy.leased(Duration::from_millis(100)))
+        .unwrap()
+        .into();
+    let blocking = runtime();
+    blocking.block_on(until("a block decides", async || {
+        let decision = take(&store, Key::GLOBAL, &policies).await;
+        decision.source() == Source::Leased
+    }));
+    let is_done = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            runtime().block_on(async {
+                let mut times = vec![];
+                while is_done.load(Relaxed) == 0 {
+                    let tasks = (0..4).map(|_| time_checks(&store, &policies, BLOCKED / 10));
+                    times.extend(
+                        join_all(tasks)
+                            .await
+                            .into_iter()
+                            .flat_map(|(times, _)| times),
+                    );
+                }
+                times
+            })
+        });
+        for _ in 0..2 {
+            blocking.block_on(async {
+                let before_block = time_checks(&store, &policies, BLOCKED / 8).await;
+                assert!(before_block.1 > 0, "the blocks are charged here");
+                std::thread::sleep(BLOCKED);
+            });
+        }
+        is_done.store(1, Relaxed);
+        let times = other.join().unwrap();
+        let late = times.iter().filter(|time| time.as_millis() > 225).count();
+        let longest = times.iter().max().unwrap();
+        println!(
+            "{late} of {} checks took more than 225 ms, the longest {longest:?}",
+            times.len()
+        );
+        assert!(*longest < BLOCKED / 2, "{longest:?}");
+    });
+}

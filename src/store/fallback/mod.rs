@@ -311,6 +311,10 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
         self.partitions[0].primary.backend().server(key)
     }
 
+    fn deadline(&self) -> Option<Duration> {
+        Some(self.partitions[0].settings.deadline)
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let Partition {
             primary,
