@@ -212,7 +212,7 @@ error_kinds! {
         "the queue of unsent checks is full: raise `queue`, or lower the concurrency";
     /// The store was used outside of a Tokio runtime, or that runtime has shut down.
     NoRuntime: "no_runtime",
-        "no Tokio runtime: call this from within a runtime";
+        "no Tokio runtime: call it inside of one, as in `runtime.block_on(async { limiter.take(key, 1).await })`";
 }
 
 impl StoreError {
