@@ -88,6 +88,8 @@ pub struct StoreError {
     /// The address of the server involved.
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
+    /// The message, if it is not that of the kind.
+    message: Option<&'static str>,
     /// Whether the error concerns a single check, and not the store.
     check_only: bool,
     /// Whether the check was certainly not sent, and therefore not charged.
@@ -222,6 +224,7 @@ impl StoreError {
             kind,
             server: None,
             cause: None,
+            message: None,
             check_only: false,
             not_sent: false,
         }
@@ -244,6 +247,15 @@ impl StoreError {
         Self {
             cause: Some(cause.into()),
             ..Self::new(kind)
+        }
+    }
+
+    /// Replaces the message of the kind.
+    #[must_use]
+    pub(crate) fn with_message(self, message: &'static str) -> Self {
+        Self {
+            message: Some(message),
+            ..self
         }
     }
 
@@ -336,7 +348,7 @@ impl fmt::Display for StoreError {
                 ("invalid store configuration: ", Some(cause))
             }
             (ErrorKind::Refused, Some(cause)) => ("the server rejected the command: ", Some(cause)),
-            (kind, _) => (kind.advice(), None),
+            (kind, _) => (self.message.unwrap_or(kind.advice()), None),
         };
         match (&self.server, text.split_once(SERVER)) {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,

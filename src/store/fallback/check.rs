@@ -363,7 +363,13 @@ pub(super) fn shows_failure(error: &StoreError) -> bool {
 /// doubt.
 fn elsewhere(in_doubt: bool) -> StoreError {
     let error = StoreError::new(ErrorKind::NotReady).check_only();
-    if in_doubt { error } else { error.not_sent() }
+    if in_doubt {
+        error.with_message("the primary store may have run the check: do not repeat a refund")
+    } else {
+        error
+            .with_message("the primary store cannot decide now: send it again")
+            .not_sent()
+    }
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {
