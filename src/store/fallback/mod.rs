@@ -55,7 +55,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 pub use self::check::FallbackFuture;
@@ -137,6 +137,11 @@ impl<P: Store, F: Store> Fallback<P, F> {
     pub const DEFAULT_FAILURES: NonZeroU32 = NonZeroU32::MIN.saturating_add(2);
 
     /// Creates a store in which `primary` decides, or `fallback` if it cannot.
+    ///
+    /// The fallback should be a [`LocalStore`] itself, not a wrapper around one: wrap the `Fallback` instead. Another store
+    /// may run user code, so it decides without the lock of the caller. A concurrent reply of the primary store may then
+    /// remove a grant from its count, so that more than one burst beyond the policy is granted to a caller in an outage.
+    /// The first check [reports](Observer::misconfigured) such a store.
     pub fn new(primary: P, fallback: F) -> Self {
         let settings = Settings {
             deadline: Self::DEFAULT_DEADLINE,
@@ -204,6 +209,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
+        let other_fallback = Arc::new(Once::new());
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let settings = Arc::new(settings);
@@ -215,6 +221,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
+                other_fallback: Arc::clone(&other_fallback),
                 abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),
                 accounts: Accounts::new(Arc::clone(&free)),
@@ -294,7 +301,9 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.partition(check.key()).check(check)
+        let partition = self.partition(check.key());
+        partition.report_other_fallback();
+        partition.check(check)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
