@@ -11,6 +11,7 @@ mod config;
 mod fallback;
 mod freed;
 mod instances;
+mod layers;
 mod local;
 mod mock;
 mod probe;
@@ -40,6 +41,7 @@ pub(crate) use backend::{Hooks, Withdraw};
 pub use freed::Waiters;
 
 pub(crate) use freed::{Listener, Wake};
+pub(crate) use layers::ListedLayer;
 pub(crate) use shards::{Digest, Shards};
 
 pub use crate::limit::Counts;
