@@ -68,7 +68,7 @@ use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
 /// Decides the requests of the type `R` of a layer.
 pub(crate) struct Gate<S, R> {
     store: S,
-    /// The waiters of the store, which list the layers over it. `None` if it has none.
+    /// The waiters of the store, which list the layers over it. `None` if the store has no waiters.
     waiters: Option<Waiters>,
     policies: Selector<R>,
     pub(crate) settings: Settings<R>,

@@ -25,7 +25,7 @@ pub(super) struct Inner<S: Store> {
     pub(super) share: Share,
     pub(super) max_callers: NonZeroUsize,
     /// The time that the store allows for a check. No check waits longer for blocks.
-    deadline: Duration,
+    pub(super) deadline: Duration,
     busy: BusyCallers,
     pub(super) shards: Shards<Shard>,
     /// Created at its first use, when the observer is set.
@@ -51,7 +51,12 @@ const MAX_REPLY_TIME: Duration = Duration::from_secs(1);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 
 impl<S: Store> Inner<S> {
-    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
+    pub(super) fn new(
+        store: S,
+        share: Share,
+        max_callers: NonZeroUsize,
+        observer: OnceLock<Arc<dyn Observer>>,
+    ) -> Arc<Self> {
         let deadline = store.backend().deadline().unwrap_or(MAX_REPLY_TIME);
         Arc::new(Self {
             store,
@@ -64,7 +69,7 @@ impl<S: Store> Inner<S> {
                 |_| Mutex::default(),
             ),
             queue: OnceLock::new(),
-            observer: OnceLock::new(),
+            observer,
             awaited: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),

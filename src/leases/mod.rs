@@ -29,7 +29,7 @@ mod tests;
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::future::LeasedFuture;
@@ -77,7 +77,8 @@ use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
 ///   [`timeout`](crate::store::RedisStoreBuilder::timeout) of a [`RedisStore`](crate::RedisStore) or 1 s of another store.
 ///   Then the shared store decides it.
 ///
-/// Clones share the blocks.
+/// Clones share the blocks. [`share`](Self::share) and [`max_callers`](Self::max_callers) return a store with separate blocks,
+/// so call them before the store is cloned.
 ///
 /// # Runtimes
 ///
@@ -98,24 +99,29 @@ impl<S: Store> Leased<S> {
     /// Creates a store that leases from `store`, which all instances share.
     pub fn new(store: S) -> Self {
         let share = Share::Fixed(NonZeroU32::MIN);
-        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS);
+        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS, OnceLock::new());
         Self { inner }
     }
 
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
-    /// small a number, the end of a quota is only shared less fairly.
+    /// small a number, the end of a quota is only shared less fairly. The blocks of earlier clones are not shared.
     #[must_use]
     pub fn share(self, share: impl Into<Share>) -> Self {
-        let (store, max) = (self.inner.store.clone(), self.inner.max_callers);
-        let inner = Inner::new(store, share.into(), max);
-        Self { inner }
+        self.with(share.into(), self.inner.max_callers)
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. When no place is free, the
-    /// shared store decides a new caller's checks until another caller has not been busy for two lease times.
+    /// shared store decides a new caller's checks until another caller has not been busy for two lease times. The blocks of
+    /// earlier clones are not shared.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        let inner = Inner::new(self.inner.store.clone(), self.inner.share.clone(), max);
+        self.with(self.inner.share.clone(), max)
+    }
+
+    /// Builds a store around the same store, with other settings and no blocks.
+    fn with(&self, share: Share, max_callers: NonZeroUsize) -> Self {
+        let (store, observer) = (self.inner.store.clone(), self.inner.observer.clone());
+        let inner = Inner::new(store, share, max_callers, observer);
         Self { inner }
     }
 

@@ -100,7 +100,8 @@ use crate::util::Clock;
 /// [`Decision::source`](crate::check::Decision::source) returns where a decision was made, and an [`Observer`] is
 /// notified of every change.
 ///
-/// Clones share the breaker and both stores.
+/// Clones share the breaker and both stores. A setter, such as [`deadline`](Self::deadline), returns a store with another
+/// breaker, which is closed, and without the grants to reconcile. So call setters before the store is cloned or used.
 ///
 /// # Runtimes
 ///
