@@ -88,6 +88,8 @@ pub struct StoreError {
     /// The address of the server involved.
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
+    /// The message, if it is not that of the kind.
+    message: Option<&'static str>,
     /// Whether the error concerns a single check, and not the store.
     check_only: bool,
     /// Whether the check was certainly not sent, and therefore not charged.
@@ -212,7 +214,7 @@ error_kinds! {
         "the queue of unsent checks is full: raise `queue`, or lower the concurrency";
     /// The store was used outside of a Tokio runtime, or that runtime has shut down.
     NoRuntime: "no_runtime",
-        "no Tokio runtime: call this from within a runtime";
+        "no Tokio runtime: call it inside of one, as in `runtime.block_on(async { limiter.take(key, 1).await })`";
 }
 
 impl StoreError {
@@ -222,6 +224,7 @@ impl StoreError {
             kind,
             server: None,
             cause: None,
+            message: None,
             check_only: false,
             not_sent: false,
         }
@@ -244,6 +247,15 @@ impl StoreError {
         Self {
             cause: Some(cause.into()),
             ..Self::new(kind)
+        }
+    }
+
+    /// Replaces the message of the kind.
+    #[must_use]
+    pub(crate) fn with_message(self, message: &'static str) -> Self {
+        Self {
+            message: Some(message),
+            ..self
         }
     }
 
@@ -336,7 +348,7 @@ impl fmt::Display for StoreError {
                 ("invalid store configuration: ", Some(cause))
             }
             (ErrorKind::Refused, Some(cause)) => ("the server rejected the command: ", Some(cause)),
-            (kind, _) => (kind.advice(), None),
+            (kind, _) => (self.message.unwrap_or(kind.advice()), None),
         };
         match (&self.server, text.split_once(SERVER)) {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,

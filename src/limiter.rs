@@ -37,6 +37,11 @@ use crate::wait_queues::{Bounds, Spent, WaitQueues};
 ///
 /// # Runtimes
 ///
+/// [`take`](Self::take) and the other methods that are no `async fn` send the check when they are called, not when the
+/// result is polled. In `runtime.block_on(limiter.take(key, 1))` that is outside of the runtime. There a
+/// [`RedisStore`](crate::RedisStore) decides nothing, and a [`Fallback`](crate::Fallback) decides each check locally. Call
+/// them inside: `runtime.block_on(async { limiter.take(key, 1).await })`.
+///
 /// The tasks that settle and release [reservations](Self::reserve) and renew their slots run on the tokio
 /// runtime that first needed them. After that runtime has shut down, the next check starts them on its
 /// own runtime. While that runtime is alive and runs nothing, no reservation of any runtime is settled,
@@ -115,7 +120,7 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Takes `cost`, all or nothing. See [`Check::take`].
+    /// Takes `cost`, all or nothing. See [`Check::take`]. Call it [inside of a runtime](Self#runtimes).
     pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.send(Check::take(key, &self.policies, cost))
     }

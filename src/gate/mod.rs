@@ -61,16 +61,15 @@ use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, Store, Waiters};
 use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
 
 /// Decides the requests of the type `R` of a layer.
 pub(crate) struct Gate<S, R> {
     store: S,
-    /// The identity of the store, to compare it with the stores of other layers. `None` if it has
-    /// none.
-    identity: Option<usize>,
+    /// The waiters of the store, which list the layers over it. `None` if the store has no waiters.
+    waiters: Option<Waiters>,
     policies: Selector<R>,
     pub(crate) settings: Settings<R>,
     /// How long requests wait instead of being denied, and in which queues. `None` if requests do
@@ -127,7 +126,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
-            identity: store.backend().waiters().map(|waiters| waiters.identity()),
+            waiters: store.backend().waiters(),
             store,
             policies: Selector::new(policies),
             settings: Settings::default(),
@@ -206,8 +205,8 @@ impl<S, R> Gate<S, R> {
 
     /// Reports a fixed policy if another layer sets another limit for its count.
     pub(crate) fn report_shared_count(&self) {
-        if let Selector::Fixed(policies) = &self.policies {
-            self.notifier.shared_count(self.identity, policies);
+        if let (Selector::Fixed(policies), Some(waiters)) = (&self.policies, &self.waiters) {
+            self.notifier.shared_count(waiters, policies);
         }
     }
 }
@@ -562,7 +561,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {
             store: self.store.clone(),
-            identity: self.identity,
+            waiters: self.waiters.clone(),
             policies: self.policies.clone(),
             settings: self.settings.clone(),
             wait: self.wait.clone(),

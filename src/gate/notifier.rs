@@ -1,6 +1,6 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -10,7 +10,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Outcome, Policies, Policy};
 use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, ListedLayer, Store, Waiters};
 use crate::util::{instant, lock};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
@@ -33,15 +33,9 @@ struct Misconfiguration {
     sent_leased: AtomicBool,
     /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
     reported_cost: AtomicBool,
-    /// Whether [`LAYERS`] has an entry of the layer, so that its clones add no other entries.
-    is_listed: AtomicBool,
+    /// The layer in the list of its store. Its clones add no other entries.
+    layer: OnceLock<ListedLayer>,
 }
-
-/// The layers of this process with fixed policies: the identity of the store, the layer, and the
-/// policies. A layer keeps its store, so no other store gets its identity while the layer exists.
-///
-/// Read only to report two layers with conflicting policies. No check reads it.
-static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
 /// Minimum interval between two reports of a misconfigured server.
 const PAUSE: Duration = Duration::from_secs(60);
@@ -168,32 +162,19 @@ impl Notifier {
     /// Reports, once, if another layer over the same store counts by these policies with another
     /// limit. Buckets of two quotas are two counts, so each of their layers keeps its limit.
     /// Windows, logs and requests in flight share one count.
-    pub(crate) fn shared_count(&self, store: Option<usize>, policies: &Policies) {
-        let Some(store) = store else { return };
-        if self.misconfiguration.is_listed.swap(true, Relaxed) {
+    pub(crate) fn shared_count(&self, store: &Waiters, policies: &Policies) {
+        let listed = &self.misconfiguration.layer;
+        if listed.get().is_some() {
             return;
         }
-        let mut layers = lock(&LAYERS);
-        layers.retain(|(_, layer, _)| layer.strong_count() > 0);
-        let others = layers.iter().filter(|(of, ..)| *of == store);
-        let pairs = others.flat_map(|(.., other)| {
-            let of_both = |policy| other.iter().map(move |other| (other, policy));
-            policies.iter().flat_map(of_both)
-        });
-        let two = pairs
-            .filter(|(other, policy)| other.id() == policy.id() && other.quota() != policy.quota())
-            .map(|(other, policy)| (policy.name().to_owned(), other.quota(), policy.quota()))
-            .next();
-        layers.push((
-            store,
-            Arc::downgrade(&self.misconfiguration),
-            policies.clone(),
-        ));
-        drop(layers);
-        if let Some((name, one, other)) = two {
+        let (layer, other) = store.list_layer(policies.clone());
+        if listed.set(layer).is_ok()
+            && let Some((policy, other)) = other
+        {
+            let (name, quota) = (policy.name(), policy.quota());
             self.report(&format!(
-                "two layers have a policy {name:?}, one with {one} and one with {other}, and they share one count per caller: give each \
-                 policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
+                "two layers have a policy {name:?}, one with {other} and one with {quota}, and they share one count per caller: give \
+                 each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
             ));
         }
     }

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::block::Block;
 use super::busy::BUSY_CHECKS;
@@ -30,8 +30,13 @@ pub(super) struct Caller {
     slow_replies: u32,
 }
 
-/// Resolves when the requested block has arrived, or its request has failed.
-pub(super) type BlockArrival = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
+/// The wait of a check for the requested block.
+pub(super) struct BlockWait {
+    /// The latest end of the wait, also of a wait for the next block.
+    pub(super) until: Instant,
+    /// Resolves to `true` when the block has arrived or its request has failed, and to `false` if the wait ends before.
+    pub(super) arrival: Pin<Box<dyn Future<Output = bool> + Send + Sync>>,
+}
 
 /// A request for a block. Dropping it wakes the checks that wait for the block.
 #[derive(Debug)]
@@ -133,11 +138,28 @@ impl Caller {
     /// Lets a check that the blocks do not cover wait for the requested block, if the reply is slow: later than a
     /// quarter of the lease time, or after a slow one. Otherwise a store that stalls would get every check. No check
     /// waits for more than the next block may cover.
-    pub(super) fn wait_for_block(&self, now: Instant, instances: u32) -> Option<BlockArrival> {
+    ///
+    /// A check that has not waited yet may wait for `deadline`, and then until `waited_until`. No check waits once the
+    /// block has expired and the request has missed the deadline: the runtime that sends the request may stall.
+    pub(super) fn wait_for_block(
+        &self,
+        now: Instant,
+        instances: u32,
+        deadline: Duration,
+        waited_until: Option<Instant>,
+    ) -> Option<BlockWait> {
         let is_slow = self.slow_replies > 0 || now >= self.requested_at + self.lease / 4;
         let may_cover = self.demand < self.max_block_size(instances);
-        let mut ended = self.in_progress.clone().filter(|_| is_slow && may_cover)?;
-        Some(Box::pin(async move { drop(ended.changed().await) }))
+        let request_ends = self.requested_at.checked_add(self.lease.max(deadline))?;
+        let until = waited_until.unwrap_or(now.checked_add(deadline)?);
+        let until = until.min(request_ends);
+        let waits = is_slow && may_cover && now < until;
+        let mut ended = self.in_progress.clone().filter(|_| waits)?;
+        let arrival = async move { timeout_at(until, ended.changed()).await.is_ok() };
+        Some(BlockWait {
+            until,
+            arrival: Box::pin(arrival),
+        })
     }
 
     pub(super) fn left(&self) -> u64 {

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
 
-use super::caller::BlockArrival;
+use super::caller::BlockWait;
 use super::inner::Inner;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
@@ -20,8 +20,8 @@ pin_project! {
     ///
     /// If it is polled after it has resolved.
     pub struct LeasedFuture<S: Store> {
-        // Set while the check waits for a block. The number is that of further blocks that it may wait for.
-        pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, BlockArrival)>,
+        // Set while the check waits for a block.
+        pub(super) waiting: Option<(Arc<Inner<S>>, Check, BlockWait)>,
         #[pin]
         pub(super) sent: Option<S::Future>,
     }
@@ -33,16 +33,22 @@ impl<S: Store> Future for LeasedFuture<S> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             let this = self.as_mut().project();
-            if let Some((.., arrival)) = this.waiting {
-                ready!(arrival.as_mut().poll(cx));
-            }
-            let Some((inner, check, waits_left, _)) = this.waiting.take() else {
+            let has_arrived = match this.waiting {
+                Some((.., wait)) => ready!(wait.arrival.as_mut().poll(cx)),
+                None => false,
+            };
+            let Some((inner, check, wait)) = this.waiting.take() else {
                 return match this.sent.as_pin_mut() {
                     Some(sent) => sent.poll(cx),
                     None => polled_after_completion("LeasedFuture"),
                 };
             };
-            match inner.check(check, waits_left) {
+            let answer = if has_arrived {
+                inner.check(check, Some(wait.until))
+            } else {
+                inner.send(check)
+            };
+            match answer {
                 Answer::Ready { answer } => return Poll::Ready(answer),
                 Answer::Pending { future } => self.set(future),
             }

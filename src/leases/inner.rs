@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Once, OnceLock};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::block::Block;
 use super::busy::BusyCallers;
@@ -23,6 +24,8 @@ pub(super) struct Inner<S: Store> {
     pub(super) store: S,
     pub(super) share: Share,
     pub(super) max_callers: NonZeroUsize,
+    /// The time that the store allows for a check. No check waits longer for blocks.
+    pub(super) deadline: Duration,
     busy: BusyCallers,
     pub(super) shards: Shards<Shard>,
     /// Created at its first use, when the observer is set.
@@ -41,26 +44,32 @@ type Shard = Mutex<BTreeMap<Digest, Caller>>;
 
 const MAX_SHARDS: usize = 64;
 const MIN_CALLERS_PER_SHARD: usize = 8;
-/// Maximum number of blocks that a check waits for, one after the other.
-pub(super) const MAX_WAITS: u8 = 2;
-/// Maximum time that a shutdown waits for replies. Longer than the usual deadlines of stores.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+/// The assumed deadline of a store that has no other, and the time that a shutdown waits for replies. Longer than the usual
+/// deadlines of stores.
+const MAX_REPLY_TIME: Duration = Duration::from_secs(1);
 /// Interval between two sweeps.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 
 impl<S: Store> Inner<S> {
-    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
+    pub(super) fn new(
+        store: S,
+        share: Share,
+        max_callers: NonZeroUsize,
+        observer: OnceLock<Arc<dyn Observer>>,
+    ) -> Arc<Self> {
+        let deadline = store.backend().deadline().unwrap_or(MAX_REPLY_TIME);
         Arc::new(Self {
             store,
             share,
             max_callers,
+            deadline,
             busy: BusyCallers::new(),
             shards: Shards::new(
                 MAX_SHARDS.min(max_callers.get() / MIN_CALLERS_PER_SHARD),
                 |_| Mutex::default(),
             ),
             queue: OnceLock::new(),
-            observer: OnceLock::new(),
+            observer,
             awaited: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),
@@ -68,10 +77,15 @@ impl<S: Store> Inner<S> {
         })
     }
 
-    /// Decides a check, from a block if its caller is busy. The check may wait for `waits_left` blocks.
+    /// Decides a check, from a block if its caller is busy. `waited_until` is the latest end of its wait for blocks; `None`
+    /// if it has not waited.
     /// `spend` is a separate function so that the path of other checks can be inlined.
     #[inline]
-    pub(super) fn check(self: &Arc<Self>, check: Check, waits_left: u8) -> Answer<LeasedFuture<S>> {
+    pub(super) fn check(
+        self: &Arc<Self>,
+        check: Check,
+        waited_until: Option<Instant>,
+    ) -> Answer<LeasedFuture<S>> {
         let Some(lease) = check.policies().lease() else {
             return self.send(check);
         };
@@ -79,7 +93,7 @@ impl<S: Store> Inner<S> {
         let digest = digest.of_count(lease.id);
         if check.is_leasable() {
             check.offer();
-            return self.spend(check, (shard, digest), lease.time, waits_left);
+            return self.spend(check, (shard, digest), lease.time, waited_until);
         }
         match check.mode() {
             Mode::Refund => {
@@ -103,7 +117,7 @@ impl<S: Store> Inner<S> {
         self.send(check)
     }
 
-    fn send(&self, check: Check) -> Answer<LeasedFuture<S>> {
+    pub(super) fn send(&self, check: Check) -> Answer<LeasedFuture<S>> {
         match self.store.check(check) {
             Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future } => Answer::pending(LeasedFuture {
@@ -120,16 +134,16 @@ impl<S: Store> Inner<S> {
         check: Check,
         (shard, digest): (&Shard, Digest),
         lease: Duration,
-        waits_left: u8,
+        waited_until: Option<Instant>,
     ) -> Answer<LeasedFuture<S>> {
-        let is_first_try = waits_left == MAX_WAITS;
+        let is_first_try = waited_until.is_none();
         let is_busy = is_first_try && self.busy.count_check(digest, lease);
         if self.is_shut_down.load(Relaxed) {
             return self.send(check);
         }
         let (key, instances) = (*check.key(), self.share.instances().get());
         let mut ended = vec![];
-        let (spent, request, arrival) = {
+        let (spent, request, wait) = {
             let mut callers = lock(shard);
             if is_busy && callers.len() < self.max_callers.get() / self.shards.iter().len() {
                 let new = || Caller::new(lease, instant());
@@ -144,11 +158,13 @@ impl<S: Store> Inner<S> {
             }
             let spent = caller.spend(check, &instant, &mut ended);
             let request = caller.next_request(&instant, instances);
-            let waits = waits_left > 0 && spent.is_err();
-            let arrival = waits
-                .then(|| caller.wait_for_block(instant(), instances))
-                .flatten();
-            (spent, request, arrival)
+            // Outside of a runtime there is no timer.
+            let wait = if spent.is_err() && Handle::try_current().is_ok() {
+                caller.wait_for_block(instant(), instances, self.deadline, waited_until)
+            } else {
+                None
+            };
+            (spent, request, wait)
         };
         if spent.is_err() {
             self.ensure_tasks();
@@ -163,11 +179,11 @@ impl<S: Store> Inner<S> {
             );
         }
         self.end_blocks(ended);
-        match (spent, arrival) {
+        match (spent, wait) {
             (Ok(decision), _) => Answer::ready(Ok(decision)),
             (Err(check), None) => self.send(check),
-            (Err(check), Some(arrival)) => Answer::pending(LeasedFuture {
-                waiting: Some((Arc::clone(self), check, waits_left - 1, arrival)),
+            (Err(check), Some(wait)) => Answer::pending(LeasedFuture {
+                waiting: Some((Arc::clone(self), check, wait)),
                 sent: None,
             }),
         }
@@ -283,7 +299,7 @@ impl<S: Store> Inner<S> {
         // A runtime that has shut down may have left queued operations.
         self.ensure_tasks();
         self.sweep(true);
-        let _ = timeout(SHUTDOWN_TIMEOUT, self.awaited.closed()).await;
+        let _ = timeout(MAX_REPLY_TIME, self.awaited.closed()).await;
     }
 }
 

@@ -29,11 +29,12 @@ mod tests;
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 pub use self::future::LeasedFuture;
 
-use self::inner::{Inner, MAX_WAITS};
+use self::inner::Inner;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
@@ -72,7 +73,19 @@ use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
 /// - **Exceptions.** The shared store decides checks with an id, checks that wait or are settled afterwards, and checks
 ///   under a list with a policy that is not leased.
 ///
-/// Clones share the blocks.
+/// - **Waiting.** If a block is late, a check may wait for it, at most for the deadline of a [`Fallback`], the
+///   [`timeout`](crate::store::RedisStoreBuilder::timeout) of a [`RedisStore`](crate::RedisStore) or 1 s of another store.
+///   Then the shared store decides it.
+///
+/// Clones share the blocks. [`share`](Self::share) and [`max_callers`](Self::max_callers) return a store with separate blocks,
+/// so call them before the store is cloned.
+///
+/// # Runtimes
+///
+/// The task that charges and refunds blocks runs on the tokio runtime that first needed it. After that runtime has shut
+/// down, the next check that no block covers starts the task on its own runtime. While that runtime is alive and runs nothing,
+/// as a current-thread runtime does outside of `block_on`, no blocks are charged or refunded, and the shared store decides
+/// the checks of all runtimes.
 ///
 /// [`Fallback`]: crate::Fallback
 pub struct Leased<S: Store> {
@@ -86,24 +99,29 @@ impl<S: Store> Leased<S> {
     /// Creates a store that leases from `store`, which all instances share.
     pub fn new(store: S) -> Self {
         let share = Share::Fixed(NonZeroU32::MIN);
-        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS);
+        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS, OnceLock::new());
         Self { inner }
     }
 
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
-    /// small a number, the end of a quota is only shared less fairly.
+    /// small a number, the end of a quota is only shared less fairly. The blocks of earlier clones are not shared.
     #[must_use]
     pub fn share(self, share: impl Into<Share>) -> Self {
-        let (store, max) = (self.inner.store.clone(), self.inner.max_callers);
-        let inner = Inner::new(store, share.into(), max);
-        Self { inner }
+        self.with(share.into(), self.inner.max_callers)
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. When no place is free, the
-    /// shared store decides a new caller's checks until another caller has not been busy for two lease times.
+    /// shared store decides a new caller's checks until another caller has not been busy for two lease times. The blocks of
+    /// earlier clones are not shared.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        let inner = Inner::new(self.inner.store.clone(), self.inner.share.clone(), max);
+        self.with(self.inner.share.clone(), max)
+    }
+
+    /// Builds a store around the same store, with other settings and no blocks.
+    fn with(&self, share: Share, max_callers: NonZeroUsize) -> Self {
+        let (store, observer) = (self.inner.store.clone(), self.inner.observer.clone());
+        let inner = Inner::new(store, share, max_callers, observer);
         Self { inner }
     }
 
@@ -133,7 +151,7 @@ impl<S: Store> Store for Leased<S> {
     type Future = LeasedFuture<S>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.inner.check(check, MAX_WAITS)
+        self.inner.check(check, None)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
@@ -160,6 +178,10 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn server(&self, key: &Key) -> Option<String> {
         self.inner.store.backend().server(key)
+    }
+
+    fn deadline(&self) -> Option<Duration> {
+        self.inner.store.backend().deadline()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -31,6 +31,7 @@ mistakes! {
     UNKNOWN_PROXY = "unknown-proxy",
     #[cfg_attr(not(feature = "tracing"), expect(dead_code))]
     RUNTIME_LATE = "runtime-late",
+    OTHER_FALLBACK = "other-fallback",
 }
 
 /// Returns the code that a message ends with.

@@ -1,6 +1,7 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::Waiters;
 use crate::limit::{Decision, Key};
@@ -64,6 +65,12 @@ pub(crate) trait Hooks {
     /// Returns the address of the server that decides a caller's checks, without user and password.
     /// A [`Fallback`](crate::Fallback) names it in the error when the deadline has passed.
     fn server(&self, _key: &Key) -> Option<String> {
+        None
+    }
+
+    /// Returns the time that the store allows for a check before it is decided otherwise or fails. A
+    /// [`Leased`](crate::Leased) store lets no check wait longer for a block. `None`: unknown.
+    fn deadline(&self) -> Option<Duration> {
         None
     }
 
@@ -158,6 +165,11 @@ impl<'a, F> Backend<'a, F> {
         self.hooks.server(key)
     }
 
+    /// See [`Hooks::deadline`].
+    pub(crate) fn deadline(self) -> Option<Duration> {
+        self.hooks.deadline()
+    }
+
     /// See [`Hooks::observe`].
     pub(crate) fn observe(self, observer: &Arc<dyn Observer>) {
         self.hooks.observe(observer);
@@ -243,6 +255,10 @@ mod tests {
             Some("10.0.0.1:6379".to_owned())
         }
 
+        fn deadline(&self) -> Option<Duration> {
+            Some(Duration::from_millis(70))
+        }
+
         fn observe(&self, _: &Arc<dyn Observer>) {
             lock(&self.0).push("observe");
         }
@@ -270,6 +286,7 @@ mod tests {
             backend.server(&Key::GLOBAL).as_deref(),
             Some("10.0.0.1:6379")
         );
+        assert_eq!(backend.deadline(), Some(Duration::from_millis(70)));
         backend.warm(&Key::GLOBAL, &decision);
         backend.observe(&(Arc::new(()) as Arc<dyn Observer>));
         assert_eq!(std::mem::take(&mut *lock(&hooked.0)), ["warm", "observe"]);

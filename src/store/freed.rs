@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use smallvec::SmallVec;
 use tokio::sync::Notify;
 
+use super::layers::LayerQuotas;
 use crate::limit::{Check, Key, Policies};
 use crate::util::lock;
 
@@ -21,6 +22,7 @@ struct Inner {
     each: Mutex<HashMap<Key, Vec<Waiter>>>,
     /// Number of them: without waiters there is no search.
     count: AtomicUsize,
+    layers: LayerQuotas,
 }
 
 /// The policies under which a request waits, and what wakes it.
@@ -70,9 +72,8 @@ impl Waiters {
         }
     }
 
-    /// Identifies the store while these waiters exist.
-    pub(crate) fn identity(&self) -> usize {
-        Arc::as_ptr(&self.0) as usize
+    pub(super) fn layers(&self) -> &LayerQuotas {
+        &self.0.layers
     }
 
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {
@@ -105,7 +106,7 @@ impl fmt::Debug for Waiters {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let Inner { each, count } = &*self.waiters.0;
+        let Inner { each, count, .. } = &*self.waiters.0;
         count.fetch_sub(1, Ordering::AcqRel);
         let each = &mut *lock(each);
         if let Some(of_caller) = each.get_mut(&self.key) {

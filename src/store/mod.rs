@@ -13,6 +13,7 @@ mod definitions;
 mod fallback;
 mod freed;
 mod instances;
+mod layers;
 mod local;
 mod mock;
 mod probe;
@@ -42,6 +43,7 @@ pub(crate) use backend::{Hooks, Withdraw};
 pub use freed::Waiters;
 
 pub(crate) use freed::{Listener, Wake};
+pub(crate) use layers::ListedLayer;
 pub(crate) use shards::{Digest, Shards};
 
 pub use crate::limit::Counts;

@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use tokio::time::{sleep, timeout};
 use tower_redis_ratelimit::check::{Check, Decision, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::{Answer, Share, Store};
 use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
@@ -233,7 +234,7 @@ async fn worker(url: &str) {
             }
         }
         println!("\nsum {granted} {leased}");
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        sleep(Duration::from_millis(1)).await;
     }
 }
 
@@ -264,12 +265,12 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let reader = std::thread::spawn(move || lines.map_while(Result::ok).collect::<Vec<String>>());
     for _ in 0..3 {
-        tokio::time::sleep(Duration::from_millis(900)).await;
+        sleep(Duration::from_millis(900)).await;
         signal(&child, "-STOP");
-        tokio::time::sleep(LEASE * 2).await;
+        sleep(LEASE * 2).await;
         signal(&child, "-CONT");
     }
-    tokio::time::sleep(Duration::from_millis(900)).await;
+    sleep(Duration::from_millis(900)).await;
     signal(&child, "-KILL");
     child.wait().unwrap();
     let lines = reader.join().unwrap();
@@ -302,4 +303,65 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
         leased > granted / 2 && (granted..=most).contains(&charged),
         "{granted}, {leased}, {charged}"
     );
+}
+
+/// Sends checks one after the other, each a millisecond after the last reply. Returns the times of all replies.
+async fn time_checks(store: &impl Store, policies: &Policies, time: Duration) -> Vec<Duration> {
+    let (mut times, start) = (vec![], Instant::now());
+    while start.elapsed() < time {
+        let sent_at = Instant::now();
+        let _ = timeout(time, take(store, Key::GLOBAL, policies)).await;
+        times.push(sent_at.elapsed());
+        sleep(Duration::from_millis(1)).await;
+    }
+    times
+}
+
+/// Two threads with a runtime each share a store. The thread of the task that charges the blocks is blocked while it
+/// charges one.
+#[test]
+fn a_blocked_thread_delays_no_other() {
+    const BLOCKED: Duration = Duration::from_secs(2);
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let server = RedisServer::start();
+    let redis = RedisStore::connect_lazy(server.url()).unwrap();
+    let store = Leased::new(Fallback::new(redis, LocalStore::default()));
+    let quota = Quota::per_second(100_000).burst(400_000);
+    let policies = Policy::new("all", Strategy::Gcra, quota)
+        .and_then(|policy| policy.leased(Duration::from_millis(100)))
+        .unwrap()
+        .into();
+    let time_others = || {
+        runtime().block_on(async {
+            let tasks = (0..4).map(|_| time_checks(&store, &policies, BLOCKED));
+            join_all(tasks).await.concat()
+        })
+    };
+    let blocking = runtime();
+    let mut times = vec![];
+    for _ in 0..2 {
+        blocking.block_on(async {
+            until("a block decides", async || {
+                let decision = take(&store, Key::GLOBAL, &policies).await;
+                decision.source() == Source::Leased
+            })
+            .await;
+            let spend = || store.check(Check::take(Key::GLOBAL, &policies, 1));
+            while let Answer::Ready { .. } = spend() {}
+            let others = std::thread::scope(|scope| scope.spawn(time_others).join());
+            times.extend(others.unwrap());
+        });
+    }
+    let late = times.iter().filter(|time| time.as_millis() > 225).count();
+    let longest = times.iter().max().unwrap();
+    println!(
+        "{late} of {} took more than 225 ms, the longest {longest:?}",
+        times.len()
+    );
+    assert!(*longest < BLOCKED / 2, "{longest:?}");
 }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::future::{Pending, pending};
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -707,4 +707,19 @@ async fn blocks_granted_long_after_shutdown_are_refunded() {
     assert!(left(&local, &policies).await < 10_000 - granted);
     sleep(Duration::from_secs(3)).await;
     assert_eq!(left(&local, &policies).await, 10_000 - granted);
+}
+
+#[tokio::test(start_paused = true)]
+async fn setters_keep_the_observer() {
+    let (policies, blocks) = (log(), Arc::new(Blocks::default()));
+    let store = Leased::new(LocalStore::default())
+        .observer(Arc::clone(&blocks))
+        .share(2)
+        .max_callers(NonZeroUsize::MIN);
+    for _ in 0..40 {
+        let _ = take(&store, &policies).await;
+        sleep(Duration::from_millis(1)).await;
+    }
+    store.shutdown().await;
+    assert!(blocks.ended.load(Relaxed) > 0);
 }

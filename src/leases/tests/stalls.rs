@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::block::ann;
 use crate::Leased;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Source, Strategy};
 use crate::observe::{Observer, event};
-use crate::store::{Answer, LocalStore, Store};
+use crate::store::{Answer, Fallback, LocalStore, Store};
 use crate::util::{instant, lock};
 
 /// A store that decides one check at a time, in constant time, behind a constant network delay.
@@ -103,8 +103,8 @@ impl fmt::Display for Load {
 }
 
 /// Sends `per_milli` checks in each millisecond of `time`, without awaiting the replies.
-async fn load(
-    store: &Leased<Server>,
+async fn load<S: Store>(
+    store: &Leased<S>,
     policies: &Policies,
     key: Key,
     per_milli: u32,
@@ -181,41 +181,115 @@ async fn round_trips_of_half_a_lease_save_most_calls() {
     }
 }
 
-/// Without leases, the server would get 1.5 times the checks that it can decide.
+/// Without leases, the server would get 1.5 times the checks that it can decide. The lease time is below and above the
+/// deadline of the fallback, if there is one.
 #[tokio::test(start_paused = true)]
 async fn stalls_heal() {
-    for stall in [30, 60, 90, 150, 300, 500] {
-        let (server, lease) = (
-            Server::new(20_000, Duration::from_micros(500)),
-            Duration::from_millis(100),
-        );
-        let (store, policies) = (Leased::new(server.clone()), policies(lease));
-        load(&store, &policies, ann(), 30, SECOND).await;
-        let before = server.calls.load(Relaxed);
-        let first = load(&store, &policies, ann(), 30, SECOND / 2).await;
-        let usual = server.calls.load(Relaxed) - before;
-        server.stall(Duration::from_millis(stall));
-        let meanwhile = load(&store, &policies, ann(), 30, SECOND * 2).await;
-        let sent = server.calls.load(Relaxed) - before - usual;
-        let before = server.calls.load(Relaxed);
-        let after = load(&store, &policies, ann(), 30, SECOND / 2).await;
-        let calls = server.calls.load(Relaxed) - before;
-        println!(
-            "{stall} ms: {usual} calls in half a second, {sent} in 2 s after it, and then {calls}; {first}; {after}"
-        );
-        assert!(
-            calls <= usual * 2 && server.lag() < lease / 4,
-            "{stall} ms: {calls} calls, {usual} before, {:?}",
-            server.lag()
-        );
-        assert!(sent <= 30 * 100, "{stall} ms: {sent} sent");
-        sleep(lease).await;
-        assert_eq!(
-            meanwhile.answered.load(Relaxed),
-            meanwhile.sent.load(Relaxed),
-            "{stall} ms"
-        );
+    for stall in [30, 60, 90, 150, 300, 500].map(Duration::from_millis) {
+        let server = overloaded();
+        let store = Leased::new(server.clone());
+        heals(&store, &server, Duration::from_millis(100), stall).await;
+        for lease in [20, 400].map(Duration::from_millis) {
+            let server = overloaded();
+            let store = Fallback::new(server.clone(), LocalStore::default());
+            heals(&Leased::new(store), &server, lease, stall).await;
+        }
     }
+}
+
+fn overloaded() -> Server {
+    Server::new(20_000, Duration::from_micros(500))
+}
+
+async fn heals<S: Store>(store: &Leased<S>, server: &Server, lease: Duration, stall: Duration) {
+    let policies = policies(lease);
+    load(store, &policies, ann(), 30, SECOND).await;
+    let before = server.calls.load(Relaxed);
+    let first = load(store, &policies, ann(), 30, SECOND / 2).await;
+    let usual = server.calls.load(Relaxed) - before;
+    server.stall(stall);
+    let meanwhile = load(store, &policies, ann(), 30, SECOND * 2).await;
+    let sent = server.calls.load(Relaxed) - before - usual;
+    let before = server.calls.load(Relaxed);
+    let after = load(store, &policies, ann(), 30, SECOND / 2).await;
+    let calls = server.calls.load(Relaxed) - before;
+    println!(
+        "{stall:?}, leased for {lease:?}: {usual} calls in half a second, {sent} in 2 s after it, and then {calls}; {first}; \
+         {meanwhile}; {after}"
+    );
+    assert!(
+        calls <= usual * 2 && server.lag() < lease / 4,
+        "{stall:?}: {calls} calls, {usual} before, {:?}",
+        server.lag()
+    );
+    // After an outage, no block is requested for a quarter of the lease time.
+    let is_outage = stall >= store.inner.deadline;
+    if !is_outage {
+        // The checks of a quarter of the lease time, and a few.
+        let max_sent = 30 * (lease.as_millis() / 4 + 10);
+        assert!(u128::from(sent) <= max_sent, "{stall:?}: {sent} sent");
+    }
+    sleep(lease.max(SECOND)).await;
+    assert_eq!(
+        meanwhile.answered.load(Relaxed),
+        meanwhile.sent.load(Relaxed),
+        "{stall:?}"
+    );
+}
+
+/// The task that requests blocks is on a runtime that runs only inside of `block_on`.
+#[test]
+fn no_check_waits_for_another_runtime() {
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap()
+    };
+    let (lease, trip) = (Duration::from_millis(100), Duration::from_millis(40));
+    let (stalled, other) = (runtime(), runtime());
+    let server = Server::new(1_000_000, trip);
+    let store = Leased::new(Fallback::new(server, LocalStore::default()));
+    let policies = policies(lease);
+    let take = |cost| store.check(Check::take(ann(), &policies, cost));
+    let stalled_at = stalled.block_on(async {
+        load(&store, &policies, ann(), 5, SECOND).await;
+        while let Answer::Ready { .. } = take(1) {}
+        instant()
+    });
+    let max_wait = Fallback::<Server, LocalStore>::DEFAULT_DEADLINE;
+    let took = |max: Duration| async move {
+        let sent_at = instant();
+        let answer = timeout(SECOND, take(1)).await;
+        let took = instant() - sent_at;
+        // Each of three timers is up to 1 ms late.
+        assert!(
+            answer.is_ok() && took <= max + Duration::from_millis(3),
+            "{took:?}"
+        );
+        took
+    };
+    other.block_on(async {
+        sleep_until(stalled_at).await;
+        assert!(
+            took(max_wait + trip).await > trip * 2,
+            "it has waited for a block"
+        );
+        for _ in 0..200 {
+            took(trip).await;
+        }
+    });
+    drop(stalled);
+    other.block_on(async {
+        took(trip).await;
+        load(&store, &policies, ann(), 5, SECOND).await;
+        let load = load(&store, &policies, ann(), 5, SECOND).await;
+        assert!(
+            load.leased.load(Relaxed) * 100 >= load.sent.load(Relaxed) * 80,
+            "{load}"
+        );
+    });
 }
 
 /// The reported misconfigurations.

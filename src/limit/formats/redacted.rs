@@ -8,6 +8,9 @@ use serde::forward_to_deserialize_any;
 
 use crate::error::redacted;
 
+/// The private type of serde that deserializes a flattened table.
+const FLATTENED: &str = "FlatMapDeserializer";
+
 /// Reads a table, or one of its names. serde's errors quote unknown names, and a text where a table is
 /// expected. Both may be misplaced secrets, such as a URL or a caller.
 pub(crate) struct Redacted<T>(pub(crate) T);
@@ -28,7 +31,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Redacted<D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        if type_name::<D>().contains("FlatMapDeserializer") {
+        if type_name::<D>().contains(FLATTENED) {
             return self.0.deserialize_struct(name, fields, Redacted(visitor));
         }
         self.deserialize_any(visitor)
@@ -80,5 +83,36 @@ impl<'de, K: DeserializeSeed<'de>> DeserializeSeed<'de> for Redacted<K> {
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<K::Value, D::Error> {
         self.0.deserialize(Redacted(deserializer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+
+    /// A struct that records the type of its deserializer.
+    struct ReadBy(&'static str);
+
+    impl<'de> Deserialize<'de> for ReadBy {
+        fn deserialize<D: Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
+            Ok(Self(type_name::<D>()))
+        }
+    }
+
+    #[derive(Deserialize)]
+    struct Settings {
+        #[serde(flatten)]
+        flattened: ReadBy,
+    }
+
+    /// `Redacted` recognizes a flattened table by the name of a private type of serde. If this test fails, serde has renamed
+    /// the type: use the new name in `deserialize_struct`. Until then, a flattened table of settings is rejected.
+    #[test]
+    fn serde_reads_flattened_tables_by_this_type() {
+        let settings: Settings = serde_json::from_str("{}").unwrap();
+        let name = settings.flattened.0;
+        assert!(name.contains(FLATTENED), "serde has renamed it: {name}");
     }
 }

@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use fastrand::Rng;
+use tokio::runtime::Runtime;
 use tokio::time::Instant;
 
 use crate::error::{ErrorKind, StoreError};
@@ -307,6 +308,8 @@ impl World {
         let instance = &mut self.instances[i];
         instance.clocked.passes_to(elapsed, 12);
         let mut answers = vec![];
+        let runtime = instance.clocked.runtime.as_ref();
+        let _runtime = runtime.map(Runtime::enter);
         let mut cx = Context::from_waker(Waker::noop());
         instance
             .waiting

@@ -11,8 +11,8 @@ use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Once};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -25,6 +25,7 @@ use super::{Settings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
+use crate::observe::mistakes::OTHER_FALLBACK;
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Share, Store};
 use crate::util::{Clock, Notice, Patient, contain, patient, polled_after_completion};
@@ -40,6 +41,8 @@ pub(super) struct Partition<P, F> {
     /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
     /// opened.
     pub(super) open: Arc<AtomicI64>,
+    /// Done when a fallback that is not a [`LocalStore`] was reported.
+    pub(super) other_fallback: Arc<Once>,
     /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
     pub(super) abandoned: AtomicBool,
     /// The owner of the recovery task.
@@ -339,6 +342,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
+    /// Reports, once, a fallback that decides without the lock of the caller.
+    #[inline]
+    pub(super) fn report_other_fallback(&self) {
+        if !self.locks_while_it_decides() {
+            self.other_fallback.call_once(|| {
+                let problem = format!(
+                    "the fallback is not a `LocalStore` itself, so a caller may get more than one burst beyond the policy in \
+                     an outage: use a `LocalStore`, and wrap the `Fallback` instead{OTHER_FALLBACK}"
+                );
+                self.observe(|observer| {
+                    observer.misconfigured(&event::Misconfigured::new(&problem))
+                });
+            });
+        }
+    }
+
     /// Handles a decision of the fallback, and records it in an account. `caller` is the lock under
     /// which a [`LocalStore`](crate::LocalStore) has decided; `None` for another fallback.
     ///
@@ -400,7 +419,13 @@ pub(super) fn shows_failure(error: &StoreError) -> bool {
 /// doubt.
 fn elsewhere(in_doubt: bool) -> StoreError {
     let error = StoreError::new(ErrorKind::NotReady).check_only();
-    if in_doubt { error } else { error.not_sent() }
+    if in_doubt {
+        error.with_message("the primary store may have run the check: do not repeat a refund")
+    } else {
+        error
+            .with_message("the primary store cannot decide now: send it again")
+            .not_sent()
+    }
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {

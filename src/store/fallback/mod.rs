@@ -57,7 +57,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 pub use self::check::FallbackFuture;
@@ -103,7 +103,8 @@ use crate::util::Clock;
 /// [`Decision::source`](crate::check::Decision::source) returns where a decision was made, and an [`Observer`] is
 /// notified of every change.
 ///
-/// Clones share the breaker and both stores.
+/// Clones share the breaker and both stores. A setter, such as [`deadline`](Self::deadline), returns a store with another
+/// breaker, which is closed, and without the grants to reconcile. So call setters before the store is cloned or used.
 ///
 /// # Runtimes
 ///
@@ -140,6 +141,11 @@ impl<P: Store, F: Store> Fallback<P, F> {
     pub const DEFAULT_FAILURES: NonZeroU32 = NonZeroU32::MIN.saturating_add(2);
 
     /// Creates a store in which `primary` decides, or `fallback` if it cannot.
+    ///
+    /// The fallback should be a [`LocalStore`] itself, not a wrapper around one: wrap the `Fallback` instead. Another store
+    /// may run user code, so it decides without the lock of the caller. A concurrent reply of the primary store may then
+    /// remove a grant from its count, so that more than one burst beyond the policy is granted to a caller in an outage.
+    /// The first check [reports](Observer::misconfigured) such a store.
     pub fn new(primary: P, fallback: F) -> Self {
         let settings = Settings {
             deadline: Self::DEFAULT_DEADLINE,
@@ -210,6 +216,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
+        let other_fallback = Arc::new(Once::new());
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let settings = Arc::new(settings);
@@ -221,6 +228,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
+                other_fallback: Arc::clone(&other_fallback),
                 abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),
                 accounts: Accounts::new(Arc::clone(&free)),
@@ -300,7 +308,9 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.partition(check.key()).check(check)
+        let partition = self.partition(check.key());
+        partition.report_other_fallback();
+        partition.check(check)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
@@ -315,6 +325,10 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
 
     fn server(&self, key: &Key) -> Option<String> {
         self.partitions[0].primary.backend().server(key)
+    }
+
+    fn deadline(&self) -> Option<Duration> {
+        Some(self.partitions[0].settings.deadline)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -8,7 +8,7 @@ mod prometheus;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use http::Method;
@@ -22,8 +22,8 @@ use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers};
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{
-    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore,
-    Strategy, ThrottleLayer,
+    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer,
+    RedisStore, Strategy, ThrottleLayer,
 };
 
 use crate::mocks::{
@@ -374,6 +374,25 @@ async fn a_count_with_two_limits_is_reported() {
     assert_eq!(problems(Strategy::Gcra, ["5/m", "6/m"], one), [""; 0]);
     let two = [store, LocalStore::default()];
     assert_eq!(problems(log, ["5/m", "6/m"], two), [""; 0]);
+}
+
+/// A service may make a layer for each of its customers.
+#[tokio::test]
+async fn many_layers_are_made_quickly() {
+    let (store, start) = (LocalStore::default(), Instant::now());
+    let mut kept = vec![];
+    for i in 0..16_000 {
+        let quota = Quota::per_minute(i + 1);
+        let policy = Policy::new("api", Strategy::SlidingLog, quota).unwrap();
+        kept.push(
+            RateLimitLayer::new(store.clone(), Global, policy)
+                .observer(())
+                .layer(()),
+        );
+    }
+    let took = start.elapsed();
+    println!("{took:?}");
+    assert!(took < Duration::from_secs(4), "{took:?}");
 }
 
 #[tokio::test]

@@ -127,6 +127,8 @@ async fn an_unnamed_refund_is_not_lost_in_a_reconciliation() {
         let error = refund().await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotReady);
         assert!(error.is_not_sent(), "it can be retried");
+        let text = "the primary store cannot decide now: send it again";
+        assert_eq!(error.to_string(), text);
         rest().await;
         let refunded = refund().await.unwrap();
         assert_eq!(refunded.source(), Source::Redis);
@@ -509,6 +511,8 @@ async fn a_refund_without_a_reply_is_not_repeated_here() {
     let _ = take(&store, &policies, 5).await;
     let error = refund.await.unwrap_err();
     assert!(!error.is_not_sent(), "{error}");
+    let text = "the primary store may have run the check: do not repeat a refund";
+    assert_eq!(error.to_string(), text);
     primary.set(Manner::AtOnce);
     rest().await;
     assert_eq!(primary.used(&policies).await, 4 - 3 + 5);

@@ -390,3 +390,45 @@ async fn a_reply_hides_no_grants_under_another_list() {
         "{by_one} and {by_two} of 100"
     );
 }
+
+/// The reported misconfigurations.
+#[derive(Clone, Default)]
+struct Problems(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        lock(&self.0).push(event.problem.to_owned());
+    }
+}
+
+/// A wrapper that forwards all to a local store.
+#[derive(Clone, Default)]
+struct Wrapped(LocalStore);
+
+impl Store for Wrapped {
+    type Future = <LocalStore as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.0.check(check)
+    }
+
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        self.0.backend()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wrapper_of_a_local_store_is_reported() {
+    async fn problems_of<F: Store>(fallback: F) -> Vec<String> {
+        let (far, problems) = (Far::new(Duration::from_millis(2)), Problems::default());
+        let store = Fallback::new(far, fallback).observer(problems.clone());
+        for _ in 0..2 {
+            let _ = take(&store, ann(), &policies(Strategy::Gcra, "100/100d")).await;
+        }
+        std::mem::take(&mut lock(&problems.0))
+    }
+    assert_eq!(problems_of(LocalStore::default()).await, [""; 0]);
+    let problems = problems_of(Wrapped::default()).await;
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    assert!(problems[0].contains("(other-fallback: "), "{problems:?}");
+}

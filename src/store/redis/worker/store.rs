@@ -98,7 +98,8 @@ use crate::util::{contain, instant, lock};
 /// [not sent](crate::store::StoreError::is_not_sent).
 ///
 /// Background work is one task for all runtimes: the watch of sentinels, and in layers and around the store the
-/// recovery of a [`Fallback`](crate::Fallback), the renewal of slots and the queue of refunds. Each task runs on the
+/// recovery of a [`Fallback`](crate::Fallback), the renewal of slots, the queue of refunds, and the blocks of a
+/// [`Leased`](crate::Leased). Each task runs on the
 /// runtime that needed it first. After that runtime has shut down, the next check starts the task on its own runtime.
 /// While that runtime is alive and runs nothing, as a current-thread runtime does outside of `block_on`, the work waits.
 ///
@@ -146,6 +147,10 @@ impl Hooks for RedisStore {
     fn server(&self, key: &Key) -> Option<String> {
         let topology = &self.inner.topology;
         Some(topology.address(topology.node(topology.partition(key))))
+    }
+
+    fn deadline(&self) -> Option<Duration> {
+        Some(self.inner.settings.timeout)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -417,6 +417,10 @@ fn a_check_outside_runtimes_is_not_sent() {
         error.kind() == ErrorKind::NoRuntime && error.is_check_only() && error.is_not_sent(),
         "{error:?}"
     );
+    assert!(
+        error.to_string().contains("`runtime.block_on(async { "),
+        "{error}"
+    );
 }
 
 #[tokio::test]
