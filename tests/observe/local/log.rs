@@ -170,6 +170,32 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     }
 }
 
+/// At most once a minute, with the longest delay and the number of checks.
+#[tokio::test(start_paused = true)]
+async fn a_late_runtime_is_logged_with_its_fix() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new();
+    let line = |longest: &str, checks: u32| {
+        format!(
+            "WARN the runtime was late: handlers keep its worker threads (move blocking work to `spawn_blocking`), or the \
+             process gets too little processor time (a CPU limit); Redis was not the cause (runtime-late: \
+             https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/pitfalls/index.html#runtime-late) \
+             longest={longest} checks={checks}"
+        )
+    };
+    for delay in [160, 20, 300, 90] {
+        let by = Duration::from_millis(delay);
+        observer.runtime_late(&event::RuntimeLate::new(by, false));
+    }
+    assert_eq!(lines.take(), [line("160ms", 1)]);
+    advance(Duration::from_secs(60)).await;
+    observer.runtime_late(&event::RuntimeLate::new(Duration::from_millis(7), true));
+    assert_eq!(lines.take(), [line("300ms", 3)]);
+    observer.runtime_late(&event::RuntimeLate::new(Duration::from_millis(8), true));
+    drop(observer);
+    assert_eq!(lines.take(), [line("8ms", 2)], "the rest");
+}
+
 #[tokio::test]
 async fn callers_are_named_only_on_demand() {
     let (lines, _guard) = Lines::collect(Level::TRACE);

@@ -120,6 +120,7 @@ fn unlabeled_metrics_exist_from_the_start() {
         "ratelimit_outage_seconds_count{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
         "ratelimit_reconciled_total{store=\"default\"} 0",
+        "ratelimit_runtime_late_seconds_count{store=\"default\"} 0",
         "ratelimit_second_key_total{store=\"default\"} 0",
         "ratelimit_unanswered_total{store=\"default\"} 0",
     ];
@@ -208,6 +209,7 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
             ("ratelimit_reconciled_total", "counter"),
+            ("ratelimit_runtime_late_seconds", "histogram"),
             ("ratelimit_second_key_total", "counter"),
             ("ratelimit_unanswered_total", "counter"),
         ]
