@@ -69,50 +69,18 @@ mod leased {
 /// Rows with handlers that keep the threads of the runtimes; `cargo bench -p benches --bench faults -- busy` runs all
 /// rows.
 mod busy {
-    use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
+    use tower_redis_ratelimit::RedisStore;
 
     use super::*;
-    use crate::busy_service::{Busy, Late, Seen, Work};
+    use crate::busy_service::{self, Work};
     use crate::matrix::busy as run;
     use crate::support::RedisServer;
 
-    /// Instances with a runtime each share one limit over a healthy Redis. `cargo bench -p benches --bench busy` has
-    /// processes, and more rows.
+    /// `cargo bench -p benches --bench busy` has processes, and more rows.
     fn keeps_the_limit(workers: usize, yields: bool, work: Work) {
-        const LIMIT: u32 = 400;
         let server = RedisServer::start();
-        let instance = || {
-            let busy = Busy {
-                workers,
-                keeps: Duration::from_millis(20),
-                clients: 32,
-                work,
-                yields,
-                limit: LIMIT,
-            };
-            let late = Late::default();
-            let redis = RedisStore::connect_lazy(server.url().as_str()).unwrap();
-            let store = Fallback::new(redis, LocalStore::default()).observer(late.clone());
-            let mut seen = busy.run(store, || std::thread::sleep(Duration::from_secs(4)));
-            seen.late = late.longest();
-            seen
-        };
-        let mut sum = Seen::default();
-        std::thread::scope(|scope| {
-            let instances: Vec<_> = (0..4).map(|_| scope.spawn(instance)).collect();
-            for instance in instances {
-                sum += instance.join().unwrap();
-            }
-        });
-        println!("{workers} workers, {work}: {sum:?}");
-        // Few checks have no reply within two deadlines and the delays of the runtime.
-        assert!(sum.granted <= u64::from(LIMIT) + 20, "{sum:?}");
-        let bound = 2 * crate::load::DEADLINE + sum.late;
-        let round = Duration::from_millis(20) * 32;
-        assert!(
-            sum.longest <= bound + 2 * round + crate::table::SLACK,
-            "{sum:?}"
-        );
+        let redis = || RedisStore::connect_lazy(server.url().as_str()).unwrap();
+        busy_service::keeps_the_limit(workers, yields, work, redis);
     }
 
     #[test]

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
+};
 
 pub struct Busy {
     /// Worker threads. None: a current-thread runtime.
@@ -199,4 +201,40 @@ impl Busy {
         runtime.shutdown_background();
         *sum.lock().unwrap()
     }
+}
+
+/// Four instances with a runtime each share one limit over a healthy Redis.
+#[allow(dead_code, reason = "not all targets have it")]
+pub fn keeps_the_limit(
+    workers: usize,
+    yields: bool,
+    work: Work,
+    redis: impl Fn() -> RedisStore + Sync,
+) {
+    const LIMIT: u32 = 400;
+    let instance = || {
+        let busy = Busy {
+            workers,
+            keeps: Duration::from_millis(20),
+            clients: 32,
+            work,
+            yields,
+            limit: LIMIT,
+        };
+        let late = Late::default();
+        let store = Fallback::new(redis(), LocalStore::default()).observer(late.clone());
+        let mut seen = busy.run(store, || thread::sleep(Duration::from_secs(4)));
+        seen.late = late.longest();
+        seen
+    };
+    let mut sum = Seen::default();
+    thread::scope(|scope| {
+        let instances: Vec<_> = (0..4).map(|_| scope.spawn(instance)).collect();
+        for instance in instances {
+            sum += instance.join().unwrap();
+        }
+    });
+    println!("{workers} workers, {work}: {sum:?}");
+    // Few checks have no reply within two deadlines and the delays of the runtime.
+    assert!(sum.granted <= u64::from(LIMIT) + 20, "{sum:?}");
 }

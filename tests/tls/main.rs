@@ -14,6 +14,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../support/busy.rs"]
+mod busy;
 mod files;
 mod settings;
 mod topologies;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::{ErrorKind, RedisStoreBuilder, Servers, Store};
 
+use crate::busy::{Work, keeps_the_limit};
 use crate::support::{check, free_port, until};
 use crate::with_tls::{Authority, Certificate, Files, TlsServer};
 
@@ -155,4 +156,19 @@ async fn sentinels_and_their_master() {
         .await
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TlsRequired, "{error:?}");
+}
+
+/// A task of redis-rs reads the replies, and waits for a thread too.
+#[test]
+fn a_busy_runtime_keeps_the_limit() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, HOST);
+    let redis = || {
+        RedisStore::builder(server.url().as_str())
+            .root_certificates(ca.pem())
+            .server_name(HOST)
+            .connect_lazy()
+            .unwrap()
+    };
+    keeps_the_limit(2, true, Work::Sleep, redis);
 }
