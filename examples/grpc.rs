@@ -40,9 +40,10 @@ const GRACE: Duration = Duration::from_secs(10);
 /// The length of the bytes with which a client begins an HTTP/2 connection.
 const PREFACE: usize = 24;
 
+type BoundedServer<F> = Server<Stack<MapRequestLayer<F>, Identity>>;
+
 /// A server with bounds: [`incoming`] has those of its connections. A message needs another one, `max_decoding_message_size`.
-pub(crate) fn server()
--> Server<Stack<MapRequestLayer<impl Fn(Request<Body>) -> Request<Body> + Clone>, Identity>> {
+pub(crate) fn server() -> BoundedServer<impl Fn(Request<Body>) -> Request<Body> + Clone> {
     let free = Arc::new(Semaphore::new(UNFINISHED));
     Server::builder()
         .max_concurrent_streams(STREAMS)
