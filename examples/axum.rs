@@ -4,7 +4,7 @@
 //! one. `PORT` is 3000 by default, and `REDIS_URL` shares the count among instances:
 //! `REDIS_URL=redis://127.0.0.1/ PORT=3001 cargo run --example axum`
 //!
-//! `axum::serve` keeps connections that never send a whole head, and handles no signals, so PID 1 of a container ignores SIGTERM.
+//! `axum::serve` bounds no connections, keeps those that never send a whole head, and handles no signals, so PID 1 of a container ignores SIGTERM.
 //! In production serve as `examples/serve.rs` does, or use a proxy with a header timeout and `with_graceful_shutdown`.
 
 use std::net::SocketAddr;

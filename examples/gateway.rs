@@ -5,6 +5,7 @@
 //! FILE`. Changed limits apply within a second. It needs no Redis, but the file may name one. In production, serve `/metrics` on a
 //! port that clients do not reach, as `examples/envoy` does.
 
+mod listen;
 mod serve;
 
 use std::collections::HashMap;

@@ -14,6 +14,7 @@
 //! Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), `KEYS` with their users
 //! (by default `key-of-alice=alice key-of-bob=bob`, which are public), and `REDIS_URL` to share the counts among instances.
 
+mod listen;
 mod serve;
 
 use std::collections::HashMap;

@@ -11,6 +11,7 @@
 //!
 //! Behind a proxy, take `ClientIp` instead of `PeerIp`.
 
+mod listen;
 mod serve;
 
 use std::env;

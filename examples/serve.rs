@@ -1,19 +1,17 @@
-//! Serves an app like `axum::serve`, but closes a connection that does not send a complete request in time.
-//! Without timeouts, a client could keep any number of connections open forever by sending nothing, or one byte per
-//! minute. A client that does not read its response still keeps its connection: limit connections in a proxy.
+//! Serves an app like `axum::serve`, but closes a connection whose client does not send a complete request or read the
+//! response in time. Without timeouts, a client could keep any number of connections open forever by sending nothing, or one
+//! byte per minute. `listen.rs` bounds the number of connections.
 //!
 //! SIGTERM and Ctrl-C end it after the requests in flight. Without handlers, PID 1 of a container would ignore them.
 
 use std::error::Error;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use axum::serve::Listener;
 use futures_util::{StreamExt, stream};
 use http::Request;
 use hyper::server::conn::http1::Builder;
@@ -24,6 +22,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
+
+use super::listen::Listen;
 
 /// The time for the head of a request, and for the next one on an idle connection.
 const HEAD: Duration = Duration::from_secs(5);
@@ -37,20 +37,22 @@ const SHUTDOWN: Duration = Duration::from_secs(9);
 /// # Errors
 ///
 /// If no signal handler can be installed.
-pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> io::Result<()> {
+pub(crate) async fn serve(listener: TcpListener, app: Router) -> io::Result<()> {
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
     let (stop, stopped) = watch::channel(());
     // Not hyper-util's builder, which reads the HTTP version first, without a timeout.
     let mut http = Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEAD);
+    // The head has a timeout.
+    let mut listen = Listen::new(listener, 0);
     loop {
-        // `accept` retries after errors, such as too many open files.
-        let (stream, peer): (_, SocketAddr) = tokio::select! {
-            accepted = Listener::accept(&mut listener) => accepted,
+        let accepted = tokio::select! {
+            accepted = listen.accept() => accepted?,
             _ = terminated.recv() => break,
             _ = interrupted.recv() => break,
         };
+        let peer = accepted.peer;
         let app = app.clone().map_request(move |mut request: Request<_>| {
             request.extensions_mut().insert(ConnectInfo(peer));
             request.map(in_time)
@@ -58,7 +60,7 @@ pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> io::Result<
         let (http, mut stopped) = (http.clone(), stopped.clone());
         tokio::spawn(async move {
             let service = TowerToHyperService::new(app);
-            let connection = http.serve_connection(TokioIo::new(stream), service);
+            let connection = http.serve_connection(TokioIo::new(accepted), service);
             let mut connection = pin!(connection.with_upgrades());
             // An error means that the client hung up or was too slow.
             tokio::select! {
@@ -70,7 +72,7 @@ pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> io::Result<
             }
         });
     }
-    drop((listener, stopped));
+    drop((listen, stopped));
     stop.send_replace(());
     // Each connection has a receiver.
     drop(timeout(SHUTDOWN, stop.closed()).await);

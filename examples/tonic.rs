@@ -8,17 +8,20 @@
 //! REDIS_URL=redis://127.0.0.1/ cargo run --example tonic --features tonic
 //! ```
 //!
-//! The server has no header timeout, which HTTP/2 does not support. In production, set `Server::http2_keepalive_interval`, or use
-//! a proxy.
+//! The server is bounded as for clients from the internet, by `grpc.rs` and `listen.rs`: a tonic server without `max_concurrent_streams`
+//! keeps any number of streams that never end.
+
+mod grpc;
+mod listen;
 
 use std::env;
 use std::error::Error;
 use std::time::Duration;
 
+use tokio::net::TcpListener;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
-use tonic::transport::server::TcpIncoming;
-use tonic::transport::{Endpoint, Server};
+use tonic::transport::Endpoint;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 use tonic_types::StatusExt;
 use tower::{Service, ServiceBuilder, ServiceExt, retry};
@@ -26,6 +29,9 @@ use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::reject::GrpcReject;
 use tower_redis_ratelimit::store::AnyStore;
 use tower_redis_ratelimit::{Policy, Quota, RateLimitLayer, Strategy};
+
+/// Maximum length of a message in bytes. tonic's default is 4 MiB.
+const MAX_LENGTH: usize = 1_024;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -43,13 +49,14 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // The server.
     let layer = RateLimitLayer::new(store, PeerIp, policy).reject(GrpcReject::new());
     let (_, health) = tonic_health::server::health_reporter();
-    let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
-    let address = incoming.local_addr()?;
+    let health = health.max_decoding_message_size(MAX_LENGTH);
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let address = listener.local_addr()?;
     tokio::spawn(
-        Server::builder()
+        grpc::server()
             .layer(layer)
             .add_service(health)
-            .serve_with_incoming(incoming),
+            .serve_with_incoming(grpc::incoming(listener)),
     );
     println!("{address}: {quota} per address, {counted}");
 

@@ -1,9 +1,9 @@
 //! `cargo run --example envoy --features envoy`
 //!
 //! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
-//! limits apply within two seconds, once no file has changed for one second. See `README.md`. HTTP/2 has no header timeout:
-//! pings end dead connections, and `CONNECTION_AGE` ends all others. Let only Envoys reach the port of `LISTEN`. Metrics and readiness
-//! have a separate port.
+//! limits apply within two seconds, once no file has changed for one second. See `README.md`. `grpc.rs` and `listen.rs` bound
+//! connections, streams and unfinished requests. Let only Envoys reach the port of `LISTEN`. Metrics and readiness have a separate
+//! port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
 //! (`127.0.0.1:8081`), `ADMIN` (`127.0.0.1:8082`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among
@@ -13,6 +13,10 @@
 //! STORE='{ url: redis://127.0.0.1/, share: alive }' cargo run --example envoy --features envoy
 //! ```
 
+#[path = "../grpc.rs"]
+mod grpc;
+#[path = "../listen.rs"]
+mod listen;
 mod rules;
 #[path = "../serve.rs"]
 mod serve;
@@ -41,11 +45,10 @@ use futures_util::future::try_join_all;
 use http::HeaderMap;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::de::DeserializeOwned;
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::time::Instant;
-use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 use tower_redis_ratelimit::Key;
 use tower_redis_ratelimit::check::{Check, Decision};
@@ -61,12 +64,10 @@ const MAX_DESCRIPTORS: usize = 100;
 const MAX_REQUESTS: usize = 10_000;
 /// Maximum length of a request in bytes.
 const MAX_LENGTH: usize = 64 * 1024;
+/// Maximum length of a request for the health service in bytes.
+const MAX_HEALTH_LENGTH: usize = 1_024;
 /// Maximum duration of a shutdown: a stream of the health service may never end.
 const SHUTDOWN: Duration = Duration::from_secs(10);
-/// Interval of the pings that find dead connections, and the time for the reply.
-const PING: Duration = Duration::from_secs(30);
-/// Maximum age of a connection. Also lets Envoys find new instances.
-const CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 /// Maximum number of warnings about unknown domains.
 const MAX_WARNINGS: usize = 100;
 
@@ -139,26 +140,22 @@ async fn run() -> Result<(), Box<dyn Error>> {
             "/metrics",
             get(async move || metrics.render() + &domains.borrow().metrics()),
         );
+    let health = health.max_decoding_message_size(MAX_HEALTH_LENGTH);
     let admin_listener =
-        tokio::net::TcpListener::bind(setting::<SocketAddr>("ADMIN", "127.0.0.1:8082")?).await?;
-    // Otherwise the kernel delays a short reply until Envoy has acknowledged the previous one.
-    let incoming = TcpIncoming::bind(listen)?.with_nodelay(Some(true));
+        TcpListener::bind(setting::<SocketAddr>("ADMIN", "127.0.0.1:8082")?).await?;
+    let listener = TcpListener::bind(listen).await?;
     println!(
         "localhost:{}/ is for Envoy; localhost:{port}/metrics is for Prometheus, and localhost:{port}/ready for Kubernetes",
-        incoming.local_addr()?.port(),
+        listener.local_addr()?.port(),
         port = admin_listener.local_addr()?.port()
     );
     // Ends by the same signals.
     tokio::spawn(serve::serve(admin_listener, admin));
     let (stop, stopped) = oneshot::channel::<()>();
-    let serve = Server::builder()
-        .http2_keepalive_interval(Some(PING))
-        .http2_keepalive_timeout(Some(PING))
-        .max_connection_age(CONNECTION_AGE)
-        .max_connection_age_grace(SHUTDOWN)
+    let serve = grpc::server()
         .add_service(service)
         .add_service(health)
-        .serve_with_incoming_shutdown(incoming, async { drop(stopped.await) });
+        .serve_with_incoming_shutdown(grpc::incoming(listener), async { drop(stopped.await) });
     let shutdown = async {
         let mut terminated = signal(SignalKind::terminate())?;
         tokio::select! {

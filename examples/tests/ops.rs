@@ -14,6 +14,7 @@ use std::time::Duration;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde_json::Value;
 use tower_redis_ratelimit::check::{Check, Source, Verdict};
+use tower_redis_ratelimit::extract::MissingKey;
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 use tower_redis_ratelimit::{Key, Policy, Quota, Strategy};
@@ -28,7 +29,7 @@ const RUNBOOK: &str = include_str!("../../docs/runbook.md");
 type Labels = BTreeMap<String, BTreeSet<String>>;
 
 /// Labels with a small, fixed set of values.
-const CLOSED: [&str; 5] = ["outcome", "source", "dry_run", "kind", "code"];
+const CLOSED: [&str; 6] = ["outcome", "source", "dry_run", "kind", "code", "reason"];
 
 /// Produces every event, with all label values that rules may use.
 fn notify(observer: &impl Observer) {
@@ -53,6 +54,13 @@ fn notify(observer: &impl Observer) {
     }
     for kind in [ErrorKind::Timeout, ErrorKind::Unreachable] {
         observer.failed(&event::Failed::new(None, &StoreError::new(kind)));
+    }
+    let problem = MissingKey::new("no API key");
+    for reason in [event::Reason::NoKey(&problem), event::Reason::Skipped] {
+        let mut uncounted = event::Uncounted::new(reason);
+        observer.uncounted(&uncounted);
+        uncounted.allowed = false;
+        observer.uncounted(&uncounted);
     }
     for code in ["no-extension", "not-leased"] {
         let problem = format!("no address (see #{code})");

@@ -10,8 +10,9 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
+use std::time::Duration;
 
 use support::{Answer, Example, connect};
 
@@ -68,6 +69,26 @@ fn unfinished_requests_end() {
     for server in &servers {
         assert!(Answer::read(server.get("/nothing")).status >= 400);
     }
+}
+
+#[test]
+fn unread_responses_end_a_connection() {
+    let server = Example::start("login", &[]);
+    let mut stream = connect(server.port).unwrap();
+    // More responses than the kernel buffers. Writing fails after a minute if the server does not close the connection.
+    stream
+        .set_write_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    let requests = "GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n".repeat(1_000);
+    let error = loop {
+        if let Err(error) = stream.write_all(requests.as_bytes()) {
+            break error.kind();
+        }
+    };
+    assert!(
+        matches!(error, ErrorKind::BrokenPipe | ErrorKind::ConnectionReset),
+        "{error:?}"
+    );
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The counts in Redis.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::fmt::Write;
 use std::time::Duration;
@@ -51,6 +52,15 @@ struct Row {
     remaining_after_reset: Option<u32>,
     #[serde(skip)]
     count: (Key, Policies),
+}
+
+/// The first rows by an order, each of them once: SCAN may return a key twice.
+struct FirstRows<F> {
+    max: usize,
+    order: F,
+    /// Up to twice the maximum, unsorted.
+    rows: Vec<Row>,
+    total: usize,
 }
 
 /// The counts that a scan has found.
@@ -130,24 +140,16 @@ impl Counts {
         wanted: impl Fn(&Row) -> bool,
         order: impl Fn(&Row) -> f64,
     ) -> Result<(FoundCounts, usize), StoreError> {
-        let (mut rows, mut total) = (Vec::<Row>::new(), 0);
+        let mut first = FirstRows::new(self.max_rows, order);
         let add = |found: Vec<Row>| {
-            // SCAN may return a key twice.
-            let listed: HashSet<_> = rows.iter().map(Row::id).collect();
-            let new = found
-                .into_iter()
-                .filter(|row| wanted(row) && !listed.contains(&row.id()));
-            let new: Vec<Row> = new.collect();
-            total += new.len();
-            rows.extend(new);
-            rows.sort_by(|one, other| {
-                order(one)
-                    .total_cmp(&order(other))
-                    .then_with(|| one.id().cmp(&other.id()))
-            });
-            rows.truncate(self.max_rows);
+            for row in found {
+                if wanted(&row) {
+                    first.add(row);
+                }
+            }
         };
         let found = self.scan(|_| true, add).await?;
+        let (rows, total) = first.finish();
         Ok((FoundCounts { rows, ..found }, total))
     }
 
@@ -211,8 +213,8 @@ impl Counts {
         let is_of = |count: &StoredCount| wanted.matches(&count.key);
         let found = self.scan(is_of, |found| rows.extend(found)).await?;
         // SCAN may return a key twice.
-        rows.sort_by_key(Row::id);
-        rows.dedup_by_key(|row| row.id());
+        rows.sort_by(Row::cmp_ids);
+        rows.dedup_by(|one, other| one.id() == other.id());
         Ok(FoundCounts { rows, ..found })
     }
 
@@ -363,18 +365,57 @@ impl Counts {
 
 impl Row {
     /// Identifies the count.
-    fn id(&self) -> (String, String, &'static str, String) {
-        (
-            self.count.0.reveal().to_owned(),
-            self.policy.clone(),
-            self.strategy,
-            self.span.clone(),
-        )
+    fn id(&self) -> (&str, &str, &str, &str) {
+        let (key, _) = &self.count;
+        (key.reveal(), &self.policy, self.strategy, &self.span)
+    }
+
+    fn cmp_ids(&self, other: &Self) -> Ordering {
+        self.id().cmp(&other.id())
     }
 
     fn display_caller(&self) -> String {
         let mark = if self.dry_run { " (dry run)" } else { "" };
         format!("{}{mark}", self.caller)
+    }
+}
+
+impl<F: Fn(&Row) -> f64> FirstRows<F> {
+    fn new(max: usize, order: F) -> Self {
+        Self {
+            max,
+            order,
+            rows: vec![],
+            total: 0,
+        }
+    }
+
+    fn add(&mut self, row: Row) {
+        self.rows.push(row);
+        self.total += 1;
+        // Sorting once for `max` added rows keeps the time for each row logarithmic.
+        if self.rows.len() >= 2 * self.max.max(MAX_CONCURRENT) {
+            self.trim();
+        }
+    }
+
+    /// Removes repeated rows, and those beyond `max`.
+    fn trim(&mut self) {
+        self.rows.sort_by(Row::cmp_ids);
+        let added = self.rows.len();
+        self.rows.dedup_by(|one, other| one.id() == other.id());
+        self.total -= added - self.rows.len();
+        // Equal rows stay sorted by id.
+        let order = &self.order;
+        self.rows
+            .sort_by(|one, other| order(one).total_cmp(&order(other)));
+        self.rows.truncate(self.max);
+    }
+
+    /// Returns the rows, and the number of those added.
+    fn finish(mut self) -> (Vec<Row>, usize) {
+        self.trim();
+        (self.rows, self.total)
     }
 }
 
@@ -439,7 +480,69 @@ fn connect(config: &StoreConfig) -> Result<RedisStore, Box<dyn Error>> {
 
 #[cfg(test)]
 mod tests {
-    use super::format_duration;
+    use std::cell::Cell;
+
+    use tower_redis_ratelimit::{Key, Policies, Policy, Strategy};
+
+    use super::{FirstRows, Row, format_duration};
+
+    fn row(number: u32, policies: &Policies) -> Row {
+        Row {
+            caller: String::new(),
+            log: String::new(),
+            dry_run: false,
+            policy: "api".to_owned(),
+            strategy: "gcra",
+            span: String::new(),
+            quota: String::new(),
+            capacity: 0,
+            // Far from the order of the keys.
+            remaining: number.wrapping_mul(0x9e37_79b1),
+            denied_for: None,
+            reset_after: 0.0,
+            remaining_after_reset: None,
+            count: (Key::new(number.to_string()), policies.clone()),
+        }
+    }
+
+    #[test]
+    fn a_long_list_sorts_each_row_rarely() {
+        let policy = Policy::new("api", Strategy::Gcra, "10/min".parse().unwrap());
+        let policies = Policies::from(policy.unwrap());
+        let (max, added) = (20_000, 100_000);
+        let compared = Cell::new(0_usize);
+        let order = |row: &Row| {
+            compared.set(compared.get() + 1);
+            f64::from(row.remaining)
+        };
+        let mut first = FirstRows::new(max, order);
+        for number in 0..added {
+            first.add(row(number, &policies));
+        }
+        let (rows, total) = first.finish();
+        let mut expected: Vec<u32> = (0..added)
+            .map(|number| row(number, &policies).remaining)
+            .collect();
+        expected.sort_unstable();
+        let listed: Vec<u32> = rows.iter().map(|row| row.remaining).collect();
+        assert_eq!(listed, expected[..max]);
+        assert_eq!(total, added as usize);
+        let each = compared.get() / added as usize;
+        assert!(each < 100, "{each} orders for each row");
+    }
+
+    #[test]
+    fn equal_rows_are_sorted_by_caller() {
+        let policy = Policy::new("api", Strategy::Gcra, "10/min".parse().unwrap());
+        let policies = Policies::from(policy.unwrap());
+        let mut first = FirstRows::new(2, |_: &Row| 0.0);
+        for number in [3, 1, 2, 1] {
+            first.add(row(number, &policies));
+        }
+        let (rows, total) = first.finish();
+        let callers: Vec<_> = rows.iter().map(|row| row.count.0.reveal()).collect();
+        assert_eq!((callers, total), (vec!["1", "2"], 3));
+    }
 
     #[test]
     fn durations_have_two_units() {

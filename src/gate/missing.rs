@@ -4,6 +4,7 @@ use std::fmt;
 use http::{HeaderName, HeaderValue};
 
 use crate::limit::words;
+use crate::observe::event::Reason;
 use crate::observe::mistakes::NO_EXTENSION;
 
 /// No rate-limit key was found for a request.
@@ -49,7 +50,7 @@ pub enum OnMissingKey {
     /// [challenge](crate::extract::MissingKey::unauthenticated).
     #[default]
     Reject,
-    /// Admit the request, uncounted.
+    /// Admit the request, uncounted. The observer is [notified](crate::observe::Observer::uncounted) of it.
     Allow,
 }
 
@@ -151,6 +152,14 @@ impl MissingKey {
     /// applies.
     pub const fn is_absent(&self) -> bool {
         matches!(self.cause, Cause::Absent | Cause::Unauthenticated(_))
+    }
+
+    /// The reason why the request is not counted.
+    pub(super) fn reason(&self) -> Reason<'_> {
+        match self.cause {
+            Cause::Misconfigured => Reason::Misconfigured,
+            Cause::Absent | Cause::Unauthenticated(_) | Cause::Malformed => Reason::NoKey(self),
+        }
     }
 
     /// The challenge to authenticate, if the client is [unauthenticated](Self::unauthenticated).

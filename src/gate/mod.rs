@@ -59,6 +59,7 @@ use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
+use crate::observe::event::Reason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
 use crate::store::{Answer, Store, Waiters};
@@ -227,6 +228,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             .as_ref()
             .is_some_and(|skip| skip(request))
         {
+            self.notifier.uncounted(Reason::Skipped, true);
             return self.uncounted(request, None, grant);
         }
         let key = extractor.extract(request);
@@ -437,7 +439,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(error) if self.settings.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
             }
-            Err(_) => question.slot = question.slot.take().map(Slot::admitted_after_error),
+            Err(_) => {
+                self.notifier.uncounted(Reason::Failed, true);
+                question.slot = question.slot.take().map(Slot::admitted_after_error);
+            }
         }
         if question.slot.is_some() {
             grant.slot = question.slot.take();
@@ -474,6 +479,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
         {
             self.notifier.missing(missing);
         }
+        match &key {
+            // The decision of a dry run is reported.
+            Ok(_) if self.settings.dry_run => {}
+            Err(missing) if self.settings.dry_run => {
+                self.notifier.uncounted(missing.reason(), true);
+            }
+            _ => self.notifier.uncounted(Reason::Exempt, true),
+        }
         self.uncounted(request, key.ok(), grant)
     }
 
@@ -486,9 +499,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         self.notifier.missing(&missing);
-        match self.settings.on_missing_key {
-            OnMissingKey::Allow if missing.is_absent() => self.uncounted(request, None, grant),
-            _ => Admission::Decided(Err(Refusal::MissingKey(missing))),
+        let passes = self.settings.on_missing_key == OnMissingKey::Allow && missing.is_absent();
+        self.notifier.uncounted(missing.reason(), passes);
+        if passes {
+            self.uncounted(request, None, grant)
+        } else {
+            Admission::Decided(Err(Refusal::MissingKey(missing)))
         }
     }
 

@@ -112,6 +112,17 @@ impl Notifier {
         }
     }
 
+    /// Notifies the observer of a request that is not counted. Without an observer, only the log of missing keys is
+    /// needed.
+    #[cold]
+    pub(crate) fn uncounted(&self, reason: event::Reason<'_>, allowed: bool) {
+        if self.observer.is_some() || matches!(reason, event::Reason::NoKey(_)) {
+            let mut event = event::Uncounted::new(reason);
+            event.allowed = allowed;
+            or_log(self.observer.as_ref()).uncounted(&event);
+        }
+    }
+
     /// Reports a misconfigured server, at most once a minute.
     pub(crate) fn misconfigured(&self, problem: impl fmt::Display) {
         if self.misconfiguration.is_due() {

@@ -53,6 +53,13 @@ impl Observer for DefaultObserver {
         }
     }
 
+    /// Called only for requests without a key.
+    fn uncounted(&self, event: &event::Uncounted<'_>) {
+        if let Some(log) = shared_log() {
+            log.uncounted(event);
+        }
+    }
+
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         static PRINTED: Once = Once::new();
         match shared_log() {

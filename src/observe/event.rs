@@ -4,6 +4,7 @@
 //! that calls a store itself. An added field is not an argument of `new`: it has a default, and can
 //! be set afterwards.
 
+use std::error::Error;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
@@ -74,6 +75,55 @@ impl<'a> SecondKey<'a> {
     /// Creates an event.
     pub const fn new(key: &'a Key) -> Self {
         Self { key }
+    }
+}
+
+/// A layer did not count a request.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Uncounted<'a> {
+    /// Why it did not.
+    pub reason: Reason<'a>,
+    /// Whether the request passed.
+    pub allowed: bool,
+}
+
+/// Why a layer did not count a request.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum Reason<'a> {
+    /// The layer [skips](crate::RateLimitLayer::skip) it.
+    Skipped,
+    /// No policy limits it.
+    Exempt,
+    /// It has no key, or a malformed one. The [`MissingKey`](crate::extract::MissingKey) names the key, and may quote the client.
+    NoKey(&'a (dyn Error + 'static)),
+    /// No request can have a key, which is also [reported](super::Observer::misconfigured).
+    Misconfigured,
+    /// No store decided it, and it passed by [`OnError::Allow`](crate::reject::OnError). Also [reported](super::Observer::failed).
+    Failed,
+}
+
+impl<'a> Uncounted<'a> {
+    /// Creates an event of a request that passed.
+    pub const fn new(reason: Reason<'a>) -> Self {
+        Self {
+            reason,
+            allowed: true,
+        }
+    }
+}
+
+impl Reason<'_> {
+    /// Returns the name, as in metrics: `skipped`, `exempt`, `no_key`, `misconfigured` or `failed`.
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Skipped => "skipped",
+            Self::Exempt => "exempt",
+            Self::NoKey(_) => "no_key",
+            Self::Misconfigured => "misconfigured",
+            Self::Failed => "failed",
+        }
     }
 }
 

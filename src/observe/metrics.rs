@@ -15,6 +15,7 @@ use super::{Observer, event};
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
 /// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](event::Failed::unanswered) | |
+/// | `ratelimit_uncounted_total` | counter of the requests that layers [did not count](Observer::uncounted) | `reason` ([`Reason::as_str`](event::Reason::as_str)), `outcome` (`passed` or `rejected`) |
 /// | `ratelimit_second_key_total` | counter of the requests whose key the second extractor of an [`or`](crate::extract::KeyExtractor::or) found | |
 /// | `ratelimit_runtime_late_seconds` | histogram of the delays with which the runtime [noticed](Observer::runtime_late) deadlines | |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
@@ -174,6 +175,11 @@ impl MetricsObserver {
             "Checks that a store could not decide, by kind of error. A fallback may have decided them."
         );
         describe_counter!(
+            "ratelimit_uncounted_total",
+            Unit::Count,
+            "Requests that layers did not count, by reason. They passed, or were rejected without a key."
+        );
+        describe_counter!(
             "ratelimit_misconfigured_total",
             Unit::Count,
             "Reports that rate limiting is misconfigured, by code. The log names the problem."
@@ -235,6 +241,16 @@ impl Observer for MetricsObserver {
         if event.unanswered {
             counter!("ratelimit_unanswered_total", "store" => self.store()).increment(1);
         }
+    }
+
+    fn uncounted(&self, &event::Uncounted { reason, allowed }: &event::Uncounted<'_>) {
+        counter!(
+            "ratelimit_uncounted_total",
+            "store" => self.store(),
+            "reason" => reason.as_str(),
+            "outcome" => if allowed { "passed" } else { "rejected" },
+        )
+        .increment(1);
     }
 
     fn second_key(&self, _: &event::SecondKey<'_>) {

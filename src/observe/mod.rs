@@ -28,7 +28,7 @@ pub use self::tracing::TracingObserver;
 /// Without an observer, the feature `tracing` logs problems as a `TracingObserver` does:
 /// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
 /// [`misconfigured`](Self::misconfigured), [`failed`](Self::failed) once a minute for each kind
-/// of error, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
+/// of error, the number of requests without a key once a minute, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
 /// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
 ///
 /// Set the observer on each layer, since a layer reports its decisions to its own observer only. It also passes
@@ -67,6 +67,11 @@ pub trait Observer: Send + Sync + 'static {
     /// decides the check itself, and a layer if no store decided. Also reported if a request could
     /// not be [settled](crate::RateLimitLayer::settle).
     fn failed(&self, event: &event::Failed<'_>) {
+        let _ = event;
+    }
+
+    /// A layer did not count a request: it passed uncounted, or was rejected because it has no key.
+    fn uncounted(&self, event: &event::Uncounted<'_>) {
         let _ = event;
     }
 
@@ -128,6 +133,10 @@ macro_rules! forward {
 
         fn failed(&$self, event: &event::Failed<'_>) {
             $($observer.failed(event);)+
+        }
+
+        fn uncounted(&$self, event: &event::Uncounted<'_>) {
+            $($observer.uncounted(event);)+
         }
 
         fn second_key(&$self, event: &event::SecondKey<'_>) {

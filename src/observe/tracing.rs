@@ -18,6 +18,7 @@ use crate::limit::{Key, Policy};
 /// | event | level | frequency |
 /// |---|---|---|
 /// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | immediately, then once a minute per caller and policy |
+/// | a request without a key: `problem`, `requests`, `passed` | info | immediately, then once a minute by `passed` |
 /// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
 /// | the [runtime was late](Observer::runtime_late): `longest`, `checks` | warn | immediately, then once a minute |
 /// | rate limiting is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
@@ -94,6 +95,15 @@ struct Log {
     late: Repeats<(), ()>,
     /// The longest delay since the last line about the runtime, in microseconds.
     longest_delay: AtomicU64,
+    /// Requests without a key, by whether they passed.
+    keyless: Repeats<bool, Keyless>,
+}
+
+#[derive(Clone)]
+struct Keyless {
+    /// The problem of the first request.
+    problem: String,
+    passed: bool,
 }
 
 #[derive(Clone)]
@@ -218,6 +228,24 @@ impl Observer for TracingObserver {
         }
     }
 
+    fn uncounted(&self, &event::Uncounted { reason, allowed }: &event::Uncounted<'_>) {
+        trace!(
+            reason = reason.as_str(),
+            allowed, "rate limit did not count a request"
+        );
+        let event::Reason::NoKey(problem) = reason else {
+            return;
+        };
+        self.log.log_due_counts();
+        let subject = || Keyless {
+            problem: problem.to_string(),
+            passed: allowed,
+        };
+        if let Some(new) = self.log.keyless.record(allowed, subject) {
+            log_keyless(&Span::current(), new);
+        }
+    }
+
     fn second_key(&self, &event::SecondKey { key }: &event::SecondKey<'_>) {
         trace!(
             caller = self.display_key(key),
@@ -288,6 +316,7 @@ impl Log {
             failures: Repeats::new(64),
             late: Repeats::new(1),
             longest_delay: AtomicU64::new(0),
+            keyless: Repeats::new(2),
         })
     }
 
@@ -301,6 +330,9 @@ impl Log {
             .take_due()
             .into_iter()
             .for_each(|count| log_failed(&Span::none(), count));
+        for count in self.keyless.take_due() {
+            log_keyless(&Span::none(), count);
+        }
         for count in self.late.take_due() {
             self.log_late(count);
         }
@@ -331,6 +363,9 @@ impl Drop for Log {
         for count in self.late.take_all() {
             self.log_late(count);
         }
+        for count in self.keyless.take_all() {
+            log_keyless(&Span::none(), count);
+        }
     }
 }
 
@@ -350,5 +385,11 @@ fn log_denied(span: &Span, (subject, denied): Count<Denied>) {
 fn log_failed(span: &Span, (error, failed): Count<StoreError>) {
     if let Some(error) = error {
         warn!(parent: span, kind = error.kind().as_str(), error = &error as &dyn StdError, failed, "rate limit checks failed");
+    }
+}
+
+fn log_keyless(span: &Span, (subject, requests): Count<Keyless>) {
+    if let Some(Keyless { problem, passed }) = subject {
+        info!(parent: span, problem, requests, passed, "requests without a rate-limit key");
     }
 }

@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
-use std::{env, io, thread};
+use std::{env, fs, io, thread};
 
 pub(crate) struct Example {
     process: Child,
@@ -58,7 +58,10 @@ impl Example {
             .map(Result::unwrap);
         let ports = lines.find_map(|line| {
             let mut addresses = line.split("localhost:").skip(1);
-            let port = |address: &str| address.split('/').next()?.parse().ok();
+            let port = |address: &str| {
+                let mut parts = address.split(|other: char| !other.is_ascii_digit());
+                parts.next()?.parse().ok()
+            };
             let first = addresses.next().or(line.split("127.0.0.1:").nth(1));
             let port_of_first = port(first?)?;
             Some((port_of_first, addresses.find_map(port)))
@@ -138,6 +141,28 @@ impl Example {
             .args([signal, &self.process.id().to_string()])
             .status()
             .unwrap();
+    }
+
+    /// The largest amount of memory that it has had, in MiB.
+    pub(crate) fn peak_memory(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap();
+        let peak = status.split_once("VmHWM:").expect(&status).1;
+        let kib: u64 = peak.split_whitespace().next().unwrap().parse().unwrap();
+        kib / 1_024
+    }
+
+    /// The processor time that it has used.
+    pub(crate) fn processor_time(&self) -> Duration {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.process.id())).unwrap();
+        // The fields after the name, which may have blanks: the times are the 14th and the 15th of all.
+        let fields: Vec<&str> = stat
+            .rsplit_once(')')
+            .unwrap()
+            .1
+            .split_whitespace()
+            .collect();
+        let ticks = |field: &str| field.parse::<u64>().unwrap();
+        Duration::from_millis(10 * (ticks(fields[11]) + ticks(fields[12])))
     }
 
     pub(crate) fn wait(&mut self) -> ExitStatus {

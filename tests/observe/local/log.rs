@@ -10,6 +10,7 @@ use tower_http::trace::TraceLayer;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 use tracing::{Level, field, info_span};
@@ -49,6 +50,30 @@ async fn limited_callers_are_logged_once_a_minute() {
     assert_eq!(lines.take(), [""; 0]);
     drop(service);
     assert_eq!(lines.take(), [exceeded("alice", 1)], "the rest");
+}
+
+/// With an observer and without.
+#[tokio::test(start_paused = true)]
+async fn requests_without_a_key_are_logged_once_a_minute() {
+    let line = |requests: u64, passed: bool| {
+        format!(
+            "INFO requests without a rate-limit key problem=\"the header x-user is missing\" requests={requests} passed={passed}"
+        )
+    };
+    for layer in [layer("1/h").observer(TracingObserver::new()), layer("1/h")] {
+        let (lines, _guard) = Lines::collect(Level::INFO);
+        let service = limited(layer.clone());
+        let allowing = limited(layer.on_missing_key(OnMissingKey::Allow));
+        for _ in 0..1_000 {
+            assert_eq!(send(&service, anonymous()).await.status(), 400);
+        }
+        assert_eq!(lines.take(), [line(1, false)]);
+        assert_eq!(send(&allowing, anonymous()).await.status(), 200);
+        assert_eq!(lines.take(), [line(1, true)]);
+        advance(Duration::from_secs(60)).await;
+        assert_eq!(send(&service, anonymous()).await.status(), 400);
+        assert_eq!(lines.take(), [line(999, false)]);
+    }
 }
 
 #[tokio::test(start_paused = true)]

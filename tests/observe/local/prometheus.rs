@@ -3,15 +3,17 @@
 use std::time::Duration;
 
 use futures_util::FutureExt;
+use http::request::Parts;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::extract::{Global, KeyExtractor, by_extension};
+use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp, by_extension};
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
-use tower_redis_ratelimit::reject::OnError;
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::select::policies_fn;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RateLimitLayer};
 
-use crate::mocks::{Problems, anonymous, gcra, layer_with, limited, request, send};
+use crate::mocks::{Broken, Problems, anonymous, gcra, layer, layer_with, limited, request, send};
 
 fn recorder(recommended_naming: bool) -> PrometheusRecorder {
     let buckets = Matcher::Suffix("_seconds".into());
@@ -160,6 +162,7 @@ fn emit_all(observer: &impl Observer) {
     decided.dry_run = true;
     observer.decided(&decided);
     observer.failed(&event::Failed::new(None, &error));
+    observer.uncounted(&event::Uncounted::new(event::Reason::Exempt));
     observer.misconfigured(&event::Misconfigured::new("no address"));
     observer.degraded(&event::Degraded::new(&error));
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
@@ -212,6 +215,7 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_runtime_late_seconds", "histogram"),
             ("ratelimit_second_key_total", "counter"),
             ("ratelimit_unanswered_total", "counter"),
+            ("ratelimit_uncounted_total", "counter"),
         ]
     );
     for (name, kind) in kinds {
@@ -230,6 +234,57 @@ fn metrics_are_described_and_follow_openmetrics() {
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
     }
+}
+
+/// Each request of a layer is counted, or counted as uncounted.
+#[tokio::test]
+async fn uncounted_requests_are_counted_by_reason() {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let _guard = metrics::set_default_local_recorder(&recorder);
+    let observer = MetricsObserver::new;
+    let keyed = || layer("1000/s").observer(observer());
+    let none = policies_fn(|_: &Parts| None);
+    let exempt = RateLimitLayer::new(LocalStore::default(), Global, none);
+    let (exempt, allowing) = (
+        exempt.observer(observer()),
+        keyed().on_missing_key(OnMissingKey::Allow),
+    );
+    let failing = layer_with(Broken, "1/h").observer(observer());
+    for _ in 0..3 {
+        assert_eq!(send(&limited(keyed()), anonymous()).await.status(), 400);
+    }
+    for (service, request) in [
+        (limited(allowing), anonymous()),
+        (limited(keyed().skip(|_| true)), request("alice")),
+        (limited(keyed().dry_run()), anonymous()),
+        (limited(keyed().dry_run()), request("alice")),
+        (limited(keyed()), request("alice")),
+    ] {
+        assert_eq!(send(&service, request).await.status(), 200);
+    }
+    assert_eq!(send(&limited(exempt), anonymous()).await.status(), 200);
+    let passing = limited(failing.on_error(OnError::Allow));
+    assert_eq!(send(&passing, request("alice")).await.status(), 200);
+    let no_address = RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "1/h"));
+    let no_address = limited(no_address.observer(observer()));
+    assert_eq!(send(&no_address, request("alice")).await.status(), 500);
+
+    let line = |reason: &str, outcome: &str, count: u32| {
+        format!(
+            r#"ratelimit_uncounted_total{{store="default",reason="{reason}",outcome="{outcome}"}} {count}"#
+        )
+    };
+    assert_eq!(
+        lines(&recorder.handle().render(), "ratelimit_uncounted_total"),
+        [
+            line("exempt", "passed", 1),
+            line("failed", "passed", 1),
+            line("misconfigured", "rejected", 1),
+            line("no_key", "passed", 2),
+            line("no_key", "rejected", 3),
+            line("skipped", "passed", 1),
+        ]
+    );
 }
 
 /// A request that has been authenticated.

@@ -1,0 +1,398 @@
+//! The gRPC servers among the examples, under clients that send what no honest client does: memory and descriptors stay bounded,
+//! and other clients get replies. Linux only, for `/proc`.
+
+#![cfg(target_os = "linux")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+#![allow(clippy::disallowed_methods, reason = "clients wait in real time")]
+
+mod support;
+
+use std::fs::{self, File};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use envoy_types::pb::envoy::service::ratelimit::v3::RateLimitRequest;
+use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
+use futures_util::future::join_all;
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::net::tcp::ReadHalf;
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+use tonic::transport::Endpoint;
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+
+use crate::support::Example;
+
+/// Maximum memory of a server in MiB.
+const MEMORY: u64 = 200;
+const CONNECTIONS: usize = 100;
+/// Streams of each connection.
+const STREAMS: u32 = 1_000;
+/// Maximum time to wait for a condition, also on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+const CHECK: &str = "/grpc.health.v1.Health/Check";
+const WATCH: &str = "/grpc.health.v1.Health/Watch";
+const DECIDE: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+
+// Kinds and flags of frames.
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const WINDOW_UPDATE: u8 = 8;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let mut frame = length[1..].to_vec();
+    frame.extend([kind, flags]);
+    frame.extend(stream.to_be_bytes());
+    frame.extend(payload);
+    frame
+}
+
+/// Reads a frame: its kind, its stream and its payload. `None` at the end of the connection.
+async fn read_frame(from: &mut ReadHalf<'_>) -> Option<(u8, u32, Vec<u8>)> {
+    let mut head = [0; 9];
+    from.read_exact(&mut head).await.ok()?;
+    let [a, b, c, kind, _, stream @ ..] = head;
+    let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+    from.read_exact(&mut payload).await.ok()?;
+    Some((kind, u32::from_be_bytes(stream), payload))
+}
+
+/// The preface of a client whose streams have this window.
+fn preface(window: u32) -> Vec<u8> {
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    // SETTINGS_INITIAL_WINDOW_SIZE.
+    let mut setting = vec![0, 4];
+    setting.extend(window.to_be_bytes());
+    bytes.extend(frame(SETTINGS, 0, 0, &setting));
+    bytes
+}
+
+/// The header list of a gRPC call: literals without an index.
+fn header_list(path: &str) -> Vec<u8> {
+    // `:method: POST` and `:scheme: http`; the names are those of the static table.
+    let mut list = vec![0x83, 0x86];
+    let mut field = |name: &[u8], value: &str| {
+        list.extend(name);
+        list.push(u8::try_from(value.len()).unwrap());
+        list.extend(value.as_bytes());
+    };
+    field(&[0x04], path);
+    field(&[0x01], "localhost");
+    field(&[0x0f, 0x10], "application/grpc");
+    field(b"\0\x02te", "trailers");
+    list
+}
+
+fn call(path: &str, stream: u32) -> Vec<u8> {
+    frame(HEADERS, END_HEADERS, stream, &header_list(path))
+}
+
+/// An empty message, which ends the stream.
+fn empty_message(stream: u32) -> Vec<u8> {
+    frame(DATA, END_STREAM, stream, &[0; 5])
+}
+
+/// A client's behavior.
+struct Attack {
+    name: &'static str,
+    window: u32,
+    reads: bool,
+    /// The length of the data in the frames, if the server would end a connection that sends more than the server's window.
+    data: u32,
+    /// The frames for a stream.
+    frames: fn(u32) -> Vec<u8>,
+}
+
+const ATTACKS: [Attack; 9] = [
+    Attack {
+        name: "endless requests",
+        window: 65_535,
+        reads: true,
+        data: 0,
+        frames: |stream| call(CHECK, stream),
+    },
+    Attack {
+        name: "endless requests of a client that does not read",
+        window: 65_535,
+        reads: false,
+        data: 0,
+        frames: |stream| call(CHECK, stream),
+    },
+    Attack {
+        name: "endless responses",
+        window: 65_535,
+        reads: true,
+        data: 0,
+        frames: |stream| [call(WATCH, stream), empty_message(stream)].concat(),
+    },
+    Attack {
+        name: "responses without a window",
+        window: 0,
+        reads: true,
+        data: 0,
+        frames: |stream| [call(CHECK, stream), empty_message(stream)].concat(),
+    },
+    Attack {
+        name: "responses that are not read",
+        window: 65_535,
+        reads: false,
+        data: 0,
+        frames: |stream| [call(CHECK, stream), empty_message(stream)].concat(),
+    },
+    Attack {
+        name: "endless header lists",
+        window: 65_535,
+        reads: true,
+        data: 0,
+        frames: |stream| match stream {
+            1 => frame(HEADERS, 0, 1, &header_list(CHECK)),
+            _ => {
+                let mut field = b"\0\x01x\x7f\xa1\x1f".to_vec();
+                field.extend([b'x'; 4_128]);
+                frame(CONTINUATION, 0, 1, &field)
+            }
+        },
+    },
+    Attack {
+        name: "unfinished messages",
+        window: 65_535,
+        reads: true,
+        data: 60_000,
+        frames: |stream| {
+            // The length is 60 KiB, and the last bytes never come.
+            let mut begun = vec![0, 0, 0, 0xf0, 0];
+            begun.resize(15_000, 0);
+            let more = frame(DATA, 0, stream, &[0; 15_000]);
+            let first = frame(DATA, 0, stream, &begun);
+            [call(DECIDE, stream), first, more.repeat(3)].concat()
+        },
+    },
+    Attack {
+        name: "requests that are reset",
+        window: 65_535,
+        reads: false,
+        data: 0,
+        frames: |stream| {
+            [
+                call(CHECK, stream),
+                frame(RST_STREAM, 0, stream, &[0, 0, 0, 8]),
+            ]
+            .concat()
+        },
+    },
+    Attack {
+        name: "pings and settings that are not read",
+        window: 65_535,
+        reads: false,
+        data: 0,
+        frames: |_| {
+            [frame(PING, 0, 0, &[0; 8]), frame(SETTINGS, 0, 0, &[])]
+                .concat()
+                .repeat(10)
+        },
+    },
+];
+
+impl Attack {
+    /// Sends the frames of many streams over one connection, until the server ends it or does not read.
+    async fn connect(&self, port: u16) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        let (mut from, mut to) = stream.split();
+        let window = Semaphore::new(65_535);
+        let send = async {
+            let mut sent = to.write_all(&preface(self.window)).await;
+            for number in 0..STREAMS {
+                if sent.is_err() {
+                    return;
+                }
+                window.acquire_many(self.data).await.unwrap().forget();
+                sent = to.write_all(&(self.frames)(2 * number + 1)).await;
+            }
+        };
+        let read = async {
+            while self.reads
+                && let Some((kind, stream, payload)) = read_frame(&mut from).await
+            {
+                if (kind, stream) == (WINDOW_UPDATE, 0) {
+                    let more = u32::from_be_bytes(payload.try_into().unwrap());
+                    window.add_permits(more as usize);
+                }
+            }
+            // The connection stays open.
+            std::future::pending::<()>().await;
+        };
+        let both = async {
+            tokio::select! { () = send => {}, () = read => {} }
+        };
+        drop(timeout(Duration::from_secs(5), both).await);
+        stream
+    }
+}
+
+/// Waits until the server has handled all that it was sent.
+async fn wait_until_idle(example: &Example) {
+    let start = Instant::now();
+    let mut used = example.processor_time();
+    loop {
+        sleep(Duration::from_millis(200)).await;
+        let now = example.processor_time();
+        if now - used < Duration::from_millis(30) || start.elapsed() > PATIENCE {
+            return;
+        }
+        used = now;
+    }
+}
+
+/// The status of the server, by a new connection.
+async fn check(port: u16) -> tonic::Status {
+    let endpoint = Endpoint::new(format!("http://127.0.0.1:{port}")).unwrap();
+    let channel = endpoint.timeout(PATIENCE).connect().await.unwrap();
+    let mut client = HealthClient::new(channel);
+    match client.check(HealthCheckRequest::default()).await {
+        Ok(_) => tonic::Status::ok(""),
+        Err(status) => status,
+    }
+}
+
+fn envoy() -> Command {
+    let mut command = Example::command("envoy");
+    command.envs([("LISTEN", "127.0.0.1:0"), ("ADMIN", "127.0.0.1:0")]);
+    command
+}
+
+/// It lives as long as its client waits: an hour after the first call.
+fn tonic() -> Command {
+    let mut command = Example::command("tonic");
+    command.env("RATE_LIMIT", "1/h");
+    command
+}
+
+#[tokio::test]
+async fn memory_stays_bounded() {
+    for (name, command) in [("envoy", envoy as fn() -> Command), ("tonic", tonic)] {
+        for attack in &ATTACKS {
+            let example = Example::spawn(command());
+            let connections = (0..CONNECTIONS).map(|_| attack.connect(example.port));
+            let connections = join_all(connections).await;
+            wait_until_idle(&example).await;
+            let memory = example.peak_memory();
+            assert!(memory < MEMORY, "{name}, {}: {memory} MiB", attack.name);
+            let code = check(example.port).await.code();
+            let expected = match name {
+                "envoy" => tonic::Code::Ok,
+                _ => tonic::Code::ResourceExhausted,
+            };
+            assert_eq!(code, expected, "{name}, {}", attack.name);
+            drop(connections);
+        }
+    }
+}
+
+#[tokio::test]
+async fn silent_connections_end() {
+    let example = Example::spawn(envoy());
+    let whole = preface(65_535);
+    let silent = [&[][..], &whole[..3], &whole[..23]].map(async |begun| {
+        let address = ("127.0.0.1", example.port);
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(begun).await.unwrap();
+        let start = Instant::now();
+        let ended = timeout(PATIENCE, stream.read_to_end(&mut vec![])).await;
+        drop(ended.expect("the server ends the connection"));
+        start.elapsed()
+    });
+    for elapsed in join_all(silent).await {
+        assert!(elapsed > Duration::from_secs(9), "{elapsed:?}");
+    }
+}
+
+#[tokio::test]
+async fn descriptors_that_run_out_cost_no_core() {
+    let directory = TempDir::new().unwrap();
+    let log = directory.path().join("log");
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -n 64; exec \"$0\""])
+        .arg(envoy().get_program())
+        .envs([("LISTEN", "127.0.0.1:0"), ("ADMIN", "127.0.0.1:0")])
+        .stderr(File::create(&log).unwrap());
+    let example = Example::spawn(command);
+    let connect = || TcpStream::connect(("127.0.0.1", example.port));
+    let connections = join_all((0..80).map(|_| connect())).await;
+    let lines = || {
+        fs::read_to_string(&log)
+            .unwrap()
+            .matches("new connections wait")
+            .count()
+    };
+    let start = Instant::now();
+    while lines() == 0 {
+        assert!(start.elapsed() < PATIENCE, "no line in the log");
+        sleep(Duration::from_millis(20)).await;
+    }
+    let (before, start) = (example.processor_time(), Instant::now());
+    sleep(Duration::from_secs(2)).await;
+    let used = example.processor_time() - before;
+    assert!(used < start.elapsed() / 20, "{used:?} of the processor");
+    assert_eq!(lines(), 1);
+
+    drop(connections);
+    let start = Instant::now();
+    assert_eq!(check(example.port).await.code(), tonic::Code::Ok);
+    assert!(
+        start.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        start.elapsed()
+    );
+}
+
+#[tokio::test]
+async fn ten_thousand_concurrent_calls_are_answered() {
+    let example = Example::spawn(envoy());
+    let endpoint = Endpoint::new(format!("http://127.0.0.1:{}", example.port)).unwrap();
+    let channels = (0..100).map(|_| endpoint.connect());
+    let calls = join_all(channels).await.into_iter().flat_map(|channel| {
+        let client = RateLimitServiceClient::new(channel.unwrap());
+        (0..100).map(move |_| {
+            let mut client = client.clone();
+            let request = RateLimitRequest {
+                domain: "unknown".to_owned(),
+                descriptors: vec![RateLimitDescriptor::default()],
+                hits_addend: 0,
+            };
+            async move { client.should_rate_limit(request).await }
+        })
+    });
+    for answer in join_all(calls).await {
+        answer.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_watch_outlives_the_timeout() {
+    let example = Example::spawn(envoy());
+    let endpoint = Endpoint::new(format!("http://127.0.0.1:{}", example.port)).unwrap();
+    let mut client = HealthClient::new(endpoint.connect().await.unwrap());
+    let watch = client.watch(HealthCheckRequest::default()).await.unwrap();
+    let mut watch = watch.into_inner();
+    watch.message().await.unwrap().unwrap();
+    // Longer than the timeout of a call.
+    let next = timeout(Duration::from_secs(7), watch.message()).await;
+    assert!(next.is_err(), "{next:?}");
+}
