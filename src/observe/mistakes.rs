@@ -29,6 +29,7 @@ mistakes! {
     ALWAYS_SECOND_KEY = "always-second-key",
     NO_TIER = "no-tier",
     UNKNOWN_PROXY = "unknown-proxy",
+    NARROW_NETWORK = "narrow-network",
 }
 
 /// Returns the code that a message ends with.
