@@ -1039,6 +1039,9 @@ async fn envoy_rejects_what_is_over() {
         "/%2flogin",
         "/login/",
         "/login;x",
+        "/LOGIN",
+        "/Login.",
+        "/login%20",
         "/login/;x/y?z",
     ] {
         assert_eq!(envoy.get(path, client).status, 429, "{path}");

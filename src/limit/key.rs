@@ -2,6 +2,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
 
+use ipnet::IpNet;
 use sha2::{Digest, Sha256};
 
 /// Identifies a caller; the caller's part of a Redis key.
@@ -176,6 +177,20 @@ impl Key {
             }
         }
         key
+    }
+
+    /// Returns the network of an address key. `None` for other keys.
+    pub(crate) fn to_network(&self) -> Option<IpNet> {
+        let text = str::from_utf8(self.as_bytes().strip_prefix(ADDRESS)?).ok()?;
+        match text.split_once('/') {
+            None => text.parse().ok().map(IpAddr::V4).map(IpNet::from),
+            // A network of more than 64 bits has no colons.
+            Some((digits, prefix)) if digits.len() == 32 => {
+                let bits = u128::from_str_radix(digits, 16).ok()?;
+                IpNet::new(IpAddr::V6(bits.into()), prefix.parse().ok()?).ok()
+            }
+            Some(_) => text.parse().ok(),
+        }
     }
 
     /// Combines keys. `("a", "bc")` and `("ab", "c")` differ, and a tuple of one key differs from

@@ -62,4 +62,4 @@ macro_rules! responses {
     )+};
 }
 
-responses! { RateLimited ReserveError StoreError }
+responses! { MissingKey RateLimited ReserveError StoreError }

@@ -9,6 +9,7 @@ pub mod extract;
 mod handler;
 pub mod headers;
 mod limit;
+mod networks;
 pub mod rate_limit;
 pub mod reject;
 pub mod select;
@@ -18,6 +19,7 @@ use std::mem;
 
 pub use call_limit::CallLimitLayer;
 pub use dry_run::DryRun;
+use networks::unmapped;
 pub use rate_limit::RateLimitLayer;
 pub use throttle::ThrottleLayer;
 

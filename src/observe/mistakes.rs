@@ -32,6 +32,7 @@ mistakes! {
     #[cfg_attr(not(feature = "tracing"), expect(dead_code))]
     RUNTIME_LATE = "runtime-late",
     OTHER_FALLBACK = "other-fallback",
+    NARROW_NETWORK = "narrow-network",
 }
 
 /// Returns the code that a message ends with.

@@ -138,7 +138,12 @@ impl KeyExtractor for HeaderKey {
 /// Returns the problem and the fix if the values of the header have several spellings.
 fn several_spellings(name: &str) -> Option<&'static str> {
     match name {
-        "forwarded" | "x-forwarded-for" | "x-original-forwarded-for" => Some(
+        "forwarded"
+        | "forwarded-for"
+        | "x-forwarded"
+        | "x-forwarded-for"
+        | "x-original-forwarded-for"
+        | "x-vercel-forwarded-for" => Some(
             "clients control this header and could choose their key; use `ClientIp::x_forwarded_for()` with your trusted proxies",
         ),
         "x-real-ip"
@@ -157,7 +162,17 @@ fn several_spellings(name: &str) -> Option<&'static str> {
         | "fly-client-ip"
         | "x-appengine-user-ip"
         | "x-azure-clientip"
-        | "x-azure-socketip" => Some(
+        | "x-azure-socketip"
+        | "ali-cdn-real-ip"
+        | "cloudfront-viewer-address"
+        | "eo-connecting-ip"
+        | "proxy-client-ip"
+        | "wl-proxy-client-ip"
+        | "x-appengine-remote-addr"
+        | "x-forwarded-client-ip"
+        | "x-nf-client-connection-ip"
+        | "x-originating-ip"
+        | "x-real-client-ip" => Some(
             "clients that bypass the proxy control this header, and an IPv6 client has many addresses: use `ClientIp::header(..)` with \
              your trusted proxies",
         ),
@@ -345,6 +360,19 @@ mod tests {
             "x-appengine-user-ip",
             "do-connecting-ip",
             "x-remote-addr",
+            "cloudfront-viewer-address",
+            "x-vercel-forwarded-for",
+            "x-nf-client-connection-ip",
+            "x-forwarded",
+            "forwarded-for",
+            "x-originating-ip",
+            "eo-connecting-ip",
+            "ali-cdn-real-ip",
+            "wl-proxy-client-ip",
+            "proxy-client-ip",
+            "x-appengine-remote-addr",
+            "x-real-client-ip",
+            "x-forwarded-client-ip",
         ] {
             let error = HeaderKey::new(name).unwrap_err().to_string();
             assert!(error.contains("use `ClientIp::"), "{error}");

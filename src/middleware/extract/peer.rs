@@ -21,7 +21,7 @@ use crate::util::lock;
 /// clients are counted together. No header is read: use [`ClientIp`](crate::extract::ClientIp) for
 /// the header that your proxies write. Its [`peer()`](crate::extract::ClientIp::peer) counts the
 /// same way, with a configurable IPv6 prefix. The first request with `X-Forwarded-For` or `Forwarded` from a peer with a
-/// private address is reported as [misconfigured](crate::observe::Observer::misconfigured).
+/// private, link-local or shared address is reported as [misconfigured](crate::observe::Observer::misconfigured).
 ///
 /// The address is read from the request's extensions. The first of these that is present is used:
 /// 1. an [`IpAddr`], which your application may insert to override the server,
@@ -68,6 +68,22 @@ impl KeyExtractor for PeerIp {
     }
 }
 
+/// Returns `true` for an address of 169.254.0.0/16 or fe80::/10.
+pub(super) fn is_link_local(address: IpAddr) -> bool {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    }
+}
+
+/// Returns `true` for an address of 100.64.0.0/10 (RFC 6598).
+pub(super) fn is_shared(address: IpAddr) -> bool {
+    let IpAddr::V4(v4) = address.to_canonical() else {
+        return false;
+    };
+    matches!(v4.octets(), [100, second, ..] if second & 0xc0 == 64)
+}
+
 /// Returns `true` for an address of this machine or of a private network.
 pub(super) fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
@@ -112,6 +128,15 @@ impl Peer {
 
 /// The error if the server recorded no address in a form that the enabled features read.
 fn unknown() -> MissingKey {
+    MissingKey::misconfigured(format!(
+        "the server did not record the peer's address: {}; on a unix socket, count by a `ClientIp` with `.trust([\"unix\"])`\
+         {NO_PEER_ADDRESS}",
+        record()
+    ))
+}
+
+/// How a server records the peer's address.
+fn record() -> String {
     const SERVE: &str = "serve `app.into_make_service_with_connect_info::<SocketAddr>()`";
     let axum = if cfg!(feature = "axum") {
         ""
@@ -123,10 +148,9 @@ fn unknown() -> MissingKey {
     } else {
         "; with tonic, enable its feature `tonic`"
     };
-    MissingKey::misconfigured(format!(
-        "the server did not record the peer's address: with axum 0.8, {axum}{SERVE}{tonic}; with another server, insert a \
-         `SocketAddr` into the extensions of each request{NO_PEER_ADDRESS}"
-    ))
+    format!(
+        "with axum 0.8, {axum}{SERVE}{tonic}; with another server, insert a `SocketAddr` into the extensions of each request"
+    )
 }
 
 /// The address that axum's own extractor would find.
@@ -197,6 +221,7 @@ pub(super) struct UnknownProxy {
     /// The first observer, while its layer exists.
     observer: Mutex<Option<Weak<dyn Observer>>>,
     reported: AtomicBool,
+    no_address_reported: AtomicBool,
 }
 
 /// One for the process: [`PeerIp`] has no state, and the same proxies are in front of all layers.
@@ -210,6 +235,7 @@ impl UnknownProxy {
         Self {
             observer: Mutex::new(None),
             reported: AtomicBool::new(false),
+            no_address_reported: AtomicBool::new(false),
         }
     }
 
@@ -226,7 +252,9 @@ impl UnknownProxy {
     #[inline(always)]
     pub(super) fn notice(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
         let is_near = match peer {
-            Peer::Address(address) => is_private(address),
+            Peer::Address(address) => {
+                is_private(address) || is_link_local(address) || is_shared(address)
+            }
             Peer::Unix => true,
             Peer::Unknown => false,
         };
@@ -247,6 +275,13 @@ impl UnknownProxy {
             return;
         }
         let (peer, trusted) = match peer {
+            // The proxies of a platform have many of these addresses.
+            Peer::Address(address) if is_link_local(address) => {
+                (format!("the peer {address}"), "link-local".to_owned())
+            }
+            Peer::Address(address) if is_shared(address) => {
+                (format!("the peer {address}"), "shared".to_owned())
+            }
             Peer::Address(address) => (format!("the peer {address}"), address.to_string()),
             Peer::Unix | Peer::Unknown => {
                 ("the peer on a unix socket".to_owned(), "unix".to_owned())
@@ -266,8 +301,27 @@ impl UnknownProxy {
             "{peer} sends `{sent}`, so it is probably a proxy, and all of its clients share one count: {fix}, or ignore this if the \
              peer is to be counted{UNKNOWN_PROXY}"
         );
+        self.misconfigured(&problem);
+    }
+
+    /// Reports the first request without an address that is counted as a peer on a unix socket, since a number of hops
+    /// is trusted.
+    #[cold]
+    pub(super) fn notice_no_address(&self) {
+        if !self.no_address_reported.load(Relaxed) && !self.no_address_reported.swap(true, Relaxed)
+        {
+            let problem = format!(
+                "a request has neither a recorded address nor one in the header of its proxies, and is counted as a peer on a unix \
+                 socket: over TCP, {}, or ignore this on a unix socket{NO_PEER_ADDRESS}",
+                record()
+            );
+            self.misconfigured(&problem);
+        }
+    }
+
+    fn misconfigured(&self, problem: &str) {
         let observer = lock(&self.observer).as_ref().and_then(Weak::upgrade);
-        or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(&problem));
+        or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
     }
 }
 
@@ -422,6 +476,27 @@ mod tests {
                 "the peer on a unix socket sends `x-real-ip`, so it is probably a proxy, and all of its clients share one count: trust it, \
                  as in `.trust([\"unix\"])`, or",
             ),
+            (
+                address("169.254.130.1"),
+                "x-forwarded-for",
+                Some(&HEADERS[0]),
+                "the peer 169.254.130.1 sends `x-forwarded-for`, so it is probably a proxy, and all of its clients share one count: trust \
+                 it, as in `.trust([\"link-local\"])`, or",
+            ),
+            (
+                address("fe80::1"),
+                "x-forwarded-for",
+                None,
+                "the peer fe80::1 sends `x-forwarded-for`, so it is probably a proxy, and all of its clients share one count: count by \
+                 `ClientIp::x_forwarded_for().trust([\"link-local\"])?`, or",
+            ),
+            (
+                address("100.64.0.3"),
+                "x-forwarded-for",
+                Some(&HEADERS[0]),
+                "the peer 100.64.0.3 sends `x-forwarded-for`, so it is probably a proxy, and all of its clients share one count: trust it, \
+                 as in `.trust([\"shared\"])`, or",
+            ),
         ];
         for (peer, sent, read, expected) in cases {
             let reports = reports(peer, sent, read);
@@ -455,6 +530,7 @@ mod tests {
         let real_ip = HeaderName::from_static("x-real-ip");
         let cases = [
             (address("203.0.113.7"), "x-forwarded-for", None),
+            (address("100.128.0.1"), "x-forwarded-for", None),
             (address("10.0.0.9"), "x-real-ip", None),
             (address("10.0.0.9"), "x-forwarded-for", Some(&real_ip)),
             (Peer::Unknown, "x-forwarded-for", None),

@@ -167,6 +167,8 @@ fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
     let (policies, state) = draft(decision);
     if !policies.is_empty() {
         headers.append(RATE_LIMIT_POLICY, policies);
+    }
+    if !state.is_empty() {
         headers.append(RATE_LIMIT, state);
     }
 }
@@ -250,8 +252,12 @@ impl Texts {
 
     /// Writes `"api";r=9;t=54` for each policy: the remaining units (`r`), and the seconds that they
     /// must last (`t`). A policy of requests in flight has no `t`, since a request may end at any time.
-    /// A pause is left out: its quota is not a limit of clients.
+    /// A pause is left out: its quota is not a limit of clients. A denial by a pause has no items, since
+    /// no remaining unit can be used before the pause ends.
     fn rate_limit(&self, decision: &Decision) -> HeaderValue {
+        if !decision.is_allowed() && decision.policy().is_pause() {
+            return value(b"");
+        }
         let mut items = decision
             .verdicts()
             .zip(&self.each)

@@ -1,7 +1,7 @@
 use std::fmt::{self, Write as _};
 
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
-use http::{HeaderValue, Response};
+use http::{HeaderValue, Response, StatusCode};
 
 use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 use crate::limit::Decision;
@@ -111,11 +111,12 @@ impl HttpReject {
 
     /// Creates the response of a handler that rejects a request because of its
     /// [`Limiter`](crate::Limiter): for a denial, with the header fields of
-    /// [`Headers::DRAFT_11`](crate::headers::Headers::DRAFT_11) and `Retry-After`, or for an error of the store.
+    /// [`Headers::DRAFT_11`](crate::headers::Headers::DRAFT_11) and `Retry-After`, for an error of the store, or for a
+    /// missing key.
     ///
     /// With the feature `axum`, the errors [`RateLimited`](crate::check::RateLimited),
-    /// [`ReserveError`](crate::settle::ReserveError) and [`StoreError`](crate::store::StoreError)
-    /// convert into these responses, so that a handler may return them with `?`.
+    /// [`ReserveError`](crate::settle::ReserveError), [`StoreError`](crate::store::StoreError) and
+    /// [`MissingKey`](crate::extract::MissingKey) convert into these responses, so that a handler may return them with `?`.
     ///
     /// ```
     /// use http::Response;
@@ -166,7 +167,7 @@ impl HttpReject {
             Denied::Body(content_type, body) => return (content_type.clone(), body.clone()),
             Denied::Detail(_) | Denied::Problem => open_problem(
                 "https://iana.org/assignments/http-problem-types#quota-exceeded",
-                "Too Many Requests",
+                reason.status(),
             ),
         };
         match &self.denied {
@@ -199,7 +200,7 @@ impl<B: From<String>> Reject<B> for HttpReject {
 }
 
 fn problem(kind: &str, reason: Reason<'_>) -> String {
-    let mut body = open_problem(kind, reason.status().canonical_reason().unwrap_or_default());
+    let mut body = open_problem(kind, reason.status());
     // Writing to a `String` never fails.
     let _ = reason.write_to(&mut Escaped(&mut body));
     body.push_str("\"}\n");
@@ -207,14 +208,16 @@ fn problem(kind: &str, reason: Reason<'_>) -> String {
 }
 
 /// Creates a problem body up to the value of its `detail`.
-fn open_problem(kind: &str, title: &str) -> String {
+fn open_problem(kind: &str, status: StatusCode) -> String {
     let mut body = String::with_capacity(256);
     for text in [
         "{\"type\":\"",
         kind,
         "\",\"title\":\"",
-        title,
-        "\",\"detail\":\"",
+        status.canonical_reason().unwrap_or_default(),
+        "\",\"status\":",
+        status.as_str(),
+        ",\"detail\":\"",
     ] {
         body.push_str(text);
     }

@@ -211,6 +211,12 @@ impl<'a> From<&'a RateLimited> for Reason<'a> {
     }
 }
 
+impl<'a> From<&'a MissingKey> for Reason<'a> {
+    fn from(missing: &'a MissingKey) -> Self {
+        Self::MissingKey(missing)
+    }
+}
+
 impl<'a> From<&'a StoreError> for Reason<'a> {
     fn from(error: &'a StoreError) -> Self {
         Self::Unavailable(error)

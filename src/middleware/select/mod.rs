@@ -5,6 +5,7 @@ mod routes;
 mod tiers;
 
 pub use crate::gate::{PolicySelector, policies_fn};
+pub use ipnet::IpNet;
 pub use live::Live;
 pub use routes::Routes;
 pub use tiers::{Tier, Tiers};

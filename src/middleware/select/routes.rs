@@ -43,21 +43,32 @@ use crate::observe::Observer;
 /// was rewritten after axum had matched it (with the feature `axum`), the route's template counts
 /// instead.
 ///
-/// If no pattern matches, the path is matched again as a more lenient server would read it:
-/// decoded repeatedly, with `\` as `/`, without parameters (`;v=1`), `.` and empty segments, with
-/// or without a trailing slash. So `/%6Cogin` and `/login/` are under the policy of `/login`, and no
-/// spelling avoids that limit behind a proxy, a file server or a handler of a catch-all route.
+/// If no pattern limits the raw path, the path is matched again as a more lenient server would read
+/// it: decoded repeatedly, with `\` as `/`, without parameters (`;v=1`), `.` and empty segments,
+/// without dots and blanks at the end of a segment, with or without a trailing slash. If no pattern
+/// limits that either, its lower case is matched against the lower case of the limited patterns. So
+/// `/%6Cogin`, `/login/`, `/login.` and `/LOGIN` are under the policy of `/login`.
 ///
-/// The request is exempt only if the lenient path is exempt too, and if no other pattern limits that
-/// path with or without a trailing slash. A pattern such as `/{*path}` limits no path that a more
-/// specific pattern exempts. A path with a `..`, in any spelling, is never exempt by a pattern with
-/// parameters, since servers resolve it differently. So `/static/../login` is not exempt under an
-/// exempt `/static/{*path}`.
+/// A limit that matches the raw path stays: if `/{page}` or `/{*path}` is limited too, `/LOGIN` and
+/// `/%6Cogin` are under that pattern, as axum matches them. For a server that ignores letter case,
+/// call [`ignore_case`](Self::ignore_case). For a server that decodes paths, pass the limit of all
+/// other paths to [`new`](Self::new) instead of a pattern. Then no spelling avoids the limit of
+/// `/login` behind a proxy, a file server or a handler of a catch-all route.
+///
+/// A request is exempt only in the exact letter case of the pattern, only if the lenient path is
+/// exempt too, and only if no other pattern limits that path, with or without a trailing slash and
+/// in any letter case. A pattern such as `/{*path}` limits no path that a more specific pattern
+/// exempts. A path with a `..`, in any spelling, is never exempt by a pattern with parameters, since
+/// servers resolve it differently. So `/static/../login` is not exempt under an exempt
+/// `/static/{*path}`.
 ///
 /// If `/static/{*path}` has a limit instead, that limit applies to `/static/../login`, not the one
 /// of `/login`. Middleware that rewrites paths, such as tower-http's `NormalizePath`, must therefore
-/// wrap the layer. In front of a server that decodes paths, pass the limit of all other paths to
-/// [`new`](Self::new): a pattern such as `/{*path}` also matches `/%6Cogin`.
+/// wrap the layer.
+///
+/// Two patterns may differ only in letter case. Each counts for its own spelling, and the first
+/// added limits every other spelling. The same applies to a parameter and a catch-all that meet only
+/// in lower case, such as `/Users/{id}` and `/users/{*rest}`.
 ///
 /// Add the layer to the outermost router or around it, or to a router nested in it. A pattern has the whole path there too: in
 /// a router nested at `/api`, the route `/users/{id}` has the pattern `/api/users/{id}`. For a router in
@@ -68,11 +79,29 @@ use crate::observe::Observer;
 ///
 /// To count each route separately under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
-    /// Indexes of `routes`.
-    all: Router<usize>,
-    methods: HashMap<Method, Router<usize>>,
+    all: Patterns,
+    methods: HashMap<Method, Patterns>,
     routes: Vec<Route>,
     default: Selector,
+    ignores_case: bool,
+    /// Whether a limited pattern differs from its folded form. Otherwise, a path in lower case
+    /// matches the same limits in both cases.
+    has_folded: bool,
+}
+
+/// Indexes of routes by pattern.
+#[derive(Default)]
+struct Patterns {
+    /// All patterns, as written.
+    exact: Router<usize>,
+    /// The limited patterns, in lower case and without escapes.
+    folded: Router<usize>,
+}
+
+#[derive(Clone, Copy)]
+enum Case {
+    Exact,
+    Folded,
 }
 
 impl Routes {
@@ -80,10 +109,12 @@ impl Routes {
     /// [`PolicySelector`].
     pub fn new(default: impl PolicySelector) -> Self {
         Self {
-            all: Router::new(),
+            all: Patterns::default(),
             methods: HashMap::new(),
             routes: vec![],
             default: Selector::new(default),
+            ignores_case: false,
+            has_folded: false,
         }
     }
 
@@ -93,14 +124,8 @@ impl Routes {
     ///
     /// If the pattern is invalid, such as `/users/:id`, or is equivalent to another one:
     /// `/users/{id}` and `/users/{name}`.
-    pub fn route(
-        mut self,
-        pattern: &str,
-        policies: impl PolicySelector,
-    ) -> Result<Self, ConfigError> {
-        insert(&mut self.all, pattern, self.routes.len())?;
-        self.routes.push(Route::new(pattern, policies));
-        Ok(self)
+    pub fn route(self, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
+        self.add(None, pattern, Some(Selector::new(policies)))
     }
 
     /// Sets the policies of paths that match `pattern`, for one method.
@@ -109,18 +134,16 @@ impl Routes {
     ///
     /// As [`route`](Self::route).
     pub fn method(
-        mut self,
+        self,
         method: Method,
         pattern: &str,
         policies: impl PolicySelector,
     ) -> Result<Self, ConfigError> {
-        let router = self.methods.entry(method).or_default();
-        insert(router, pattern, self.routes.len())?;
-        self.routes.push(Route::new(pattern, policies));
-        Ok(self)
+        self.add(Some(method), pattern, Some(Selector::new(policies)))
     }
 
-    /// Lets requests whose paths match `pattern` pass uncounted, without header fields.
+    /// Lets requests whose paths match `pattern` pass uncounted, without header fields. The letter
+    /// case must match too.
     ///
     /// # Errors
     ///
@@ -129,23 +152,68 @@ impl Routes {
     #[doc(alias = "allowlist")]
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
         if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
-            let problem =
-                "a pattern with parameters and escapes, a `;` or an empty segment exempts nothing";
+            let problem = "a pattern with parameters and escapes, a `;`, an empty segment or a segment \
+                           that ends with a dot exempts nothing";
             return Err(wrong(pattern, problem));
         }
-        self.route(pattern, None::<Policies>)
+        self.add(None, pattern, None)
     }
 
-    fn at(&self, router: &Router<usize>, path: &str) -> Option<&Route> {
+    /// Ignores letter case, for servers that do, such as Express, IIS and file servers of Windows
+    /// or macOS. Limits are then matched in lower case first: of limited `/users/{id}` and
+    /// `/users/export`, the latter applies to `/users/Export`. Exemptions stay exact.
+    ///
+    /// Do not call it for a server that minds case: there, `Export` may be a user's name.
+    #[must_use]
+    pub fn ignore_case(self) -> Self {
+        Self {
+            ignores_case: true,
+            ..self
+        }
+    }
+
+    /// Adds a pattern, which is exempt without a selector.
+    fn add(
+        mut self,
+        method: Option<Method>,
+        pattern: &str,
+        selector: Option<Selector>,
+    ) -> Result<Self, ConfigError> {
+        let is_for_all = method.is_none();
+        let patterns = match method {
+            Some(method) => self.methods.entry(method).or_default(),
+            None => &mut self.all,
+        };
+        insert(&mut patterns.exact, pattern, self.routes.len())?;
+        let folded = folded(pattern);
+        if selector.is_some() {
+            self.has_folded |= folded != pattern;
+            // An earlier pattern may be equal in lower case: then this one has its own spelling only.
+            let _ = patterns.folded.insert(&*folded, self.routes.len());
+        }
+        self.routes.push(Route {
+            selector: selector.unwrap_or_else(|| Selector::new(None::<Policies>)),
+            is_path: parameters(pattern) == 0,
+            is_catch_all: pattern.contains("/{*"),
+            rank: (is_for_all, rank(&folded)),
+        });
+        Ok(self)
+    }
+
+    fn at(&self, patterns: &Patterns, case: Case, path: &str) -> Option<&Route> {
+        let router = match case {
+            Case::Exact => &patterns.exact,
+            Case::Folded => &patterns.folded,
+        };
         self.routes.get(*router.at(path).ok()?.value)
     }
 
-    fn of_method(&self, method: &Method, path: &str) -> Option<&Route> {
+    fn of_method(&self, method: &Method, case: Case, path: &str) -> Option<&Route> {
         // Most routers have no patterns for single methods.
         if self.methods.is_empty() {
             return None;
         }
-        let find = |method| self.at(self.methods.get(method)?, path);
+        let find = |method| self.at(self.methods.get(method)?, case, path);
         find(method).or_else(|| match *method {
             // A `CONNECT` with a path is an extended one (RFC 8441).
             Method::HEAD | Method::CONNECT => find(&Method::GET),
@@ -153,9 +221,9 @@ impl Routes {
         })
     }
 
-    fn find(&self, method: &Method, path: &str) -> Option<&Route> {
-        self.of_method(method, path)
-            .or_else(|| self.at(&self.all, path))
+    fn find(&self, method: &Method, case: Case, path: &str) -> Option<&Route> {
+        self.of_method(method, case, path)
+            .or_else(|| self.at(&self.all, case, path))
     }
 }
 
@@ -167,16 +235,9 @@ struct Route {
     /// Whether the pattern ends with `/{*path}`. Then it matches a path with and without a slash at
     /// the end.
     is_catch_all: bool,
-}
-
-impl Route {
-    fn new(pattern: &str, policies: impl PolicySelector) -> Self {
-        Self {
-            selector: Selector::new(policies),
-            is_path: parameters(pattern) == 0,
-            is_catch_all: pattern.contains("/{*"),
-        }
-    }
+    /// The precedence among patterns that match a path in lower case; the lowest rank wins. A
+    /// pattern for one method comes first, then the more specific one.
+    rank: (bool, String),
 }
 
 /// Maximum number of parameters: with more, `matchit` panics.
@@ -222,6 +283,38 @@ fn insert(router: &mut Router<usize>, pattern: &str, route: usize) -> Result<(),
         .map_err(|error| wrong(pattern, error))
 }
 
+/// Returns the pattern in lower case, and without escapes, which have several spellings.
+fn folded(pattern: &str) -> String {
+    match lenient(pattern) {
+        // A decoded brace would begin a parameter.
+        Some(read) if pattern.contains('%') && parameters(&read.path) == parameters(pattern) => {
+            read.path.to_lowercase()
+        }
+        _ => pattern.to_lowercase(),
+    }
+}
+
+/// Returns the pattern with a character for each parameter that follows all others, since a router
+/// prefers literal text to a parameter, and both to a catch-all.
+fn rank(pattern: &str) -> String {
+    const PARAMETER: char = '\u{10FFFE}';
+    const CATCH_ALL: char = '\u{10FFFF}';
+    let mut rank = String::with_capacity(pattern.len());
+    let mut characters = pattern.chars().peekable();
+    while let Some(character) = characters.next() {
+        if character != '{' || characters.next_if_eq(&'{').is_some() {
+            rank.push(character);
+            continue;
+        }
+        rank.push(match characters.peek() {
+            Some('*') => CATCH_ALL,
+            _ => PARAMETER,
+        });
+        while characters.next().is_some_and(|next| next != '}') {}
+    }
+    rank
+}
+
 fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
         "invalid route {:?} ({problem}): use `/users/{{id}}` or `/files/{{*path}}`, and add each pattern once",
@@ -231,46 +324,72 @@ fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
 
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        let find = |path: &str| self.find(&request.method, path);
-        let under = |found: Option<&Route>| {
-            found
-                .map_or(&self.default, |found| &found.selector)
-                .find(request, key)
-                .map(Cow::into_owned)
-        };
-        match target(request) {
-            Target::Path(path) => {
-                let found = find(path);
-                let policies = found.and_then(|found| under(Some(found)));
-                // The path equals the pattern, so an exemption is meant for exactly this path.
-                if policies.is_some() || found.is_some_and(|found| found.is_path) {
-                    return policies;
-                }
-                // No pattern limits the raw path, but one may limit the lenient path.
-                let (path, limit, is_exempt) = match lenient(path) {
-                    Some(Lenient { path, climbs }) => {
-                        let read = find(&path);
-                        let limit = read.and_then(|read| under(Some(read)));
-                        let is_exempt = found.is_some() && read.is_some() && !climbs;
-                        (Cow::Owned(path), limit, is_exempt)
-                    }
-                    None => (Cow::Borrowed(path), None, found.is_some()),
-                };
-                let limit_at_other_end = || {
-                    let other = find(&other_end(&path))?;
-                    // A catch-all matches at both ends, and a more specific pattern exempts this one.
-                    if is_exempt && other.is_catch_all {
-                        None
-                    } else {
-                        under(Some(other))
-                    }
-                };
-                limit
-                    .or_else(limit_at_other_end)
-                    .or_else(|| under(None).filter(|_| !is_exempt))
-            }
+        let find = |case, path: &str| self.find(&request.method, case, path);
+        let of = |selector: &Selector| selector.find(request, key).map(Cow::into_owned);
+        let under = |route: &Route| of(&route.selector);
+        let path = match target(request) {
+            Target::Path(path) => path,
             // Several paths fit the template, and the pattern may match only some of them.
-            Target::Template(template) => under(find(&template)).or_else(|| under(None)),
+            Target::Template(template) => {
+                let limit = find(Case::Exact, &template).and_then(under);
+                return limit.or_else(|| of(&self.default));
+            }
+        };
+        let found = find(Case::Exact, path);
+        let policies = found.and_then(under);
+        let folded_limit = |path: &str, exempt: Option<&Route>| {
+            let folded = find(Case::Folded, path)?;
+            // The exemption may be more specific.
+            let is_limit = exempt.is_none_or(|exempt| folded.rank < exempt.rank);
+            if is_limit { under(folded) } else { None }
+        };
+        if self.ignores_case {
+            let exempt = found.filter(|_| policies.is_none());
+            let limit = folded_limit(&lower_case(path), exempt);
+            if limit.is_some() {
+                return limit;
+            }
+        }
+        // The path equals the pattern, so an exemption is meant for exactly this path.
+        if policies.is_some() || found.is_some_and(|found| found.is_path) {
+            return policies;
+        }
+        // No pattern limits the raw path, but one may limit the lenient path.
+        let (path, limit, exempt) = match lenient(path) {
+            Some(Lenient { path, climbs }) => {
+                let read = find(Case::Exact, &path);
+                let limit = read.and_then(under);
+                let is_exempt = found.is_some() && limit.is_none() && !climbs;
+                (Cow::Owned(path), limit, read.filter(|_| is_exempt))
+            }
+            None => (Cow::Borrowed(path), None, found),
+        };
+        let at_other_end = |case, path: &str| {
+            let other = find(case, &other_end(path))?;
+            // A catch-all matches at both ends, and a more specific pattern exempts this one.
+            if exempt.is_some() && other.is_catch_all {
+                None
+            } else {
+                under(other)
+            }
+        };
+        let as_written = || limit.or_else(|| at_other_end(Case::Exact, &path));
+        let in_lower_case = || {
+            if !self.has_folded && is_lower_case(&path) {
+                return None;
+            }
+            let path = lower_case(&path);
+            folded_limit(&path, exempt).or_else(|| at_other_end(Case::Folded, &path))
+        };
+        let limit = if self.ignores_case {
+            in_lower_case().or_else(as_written)
+        } else {
+            as_written().or_else(in_lower_case)
+        };
+        match (limit, exempt) {
+            (None, Some(_)) => None,
+            (None, None) => of(&self.default),
+            (limit, _) => limit,
         }
     }
 
@@ -363,7 +482,7 @@ struct Lenient {
 /// unchanged.
 fn lenient(path: &str) -> Option<Lenient> {
     // Fast path: most paths are unchanged.
-    if !path.contains(['%', ';', '\\']) && !path.contains("//") && !path.contains("/.") {
+    if is_plain(path) {
         return None;
     }
     let decoded = decoded(path);
@@ -373,11 +492,8 @@ fn lenient(path: &str) -> Option<Lenient> {
         .unwrap_or_default();
     let (mut segments, mut climbs) = (vec![], false);
     for segment in decoded.split(|byte| matches!(byte, b'/' | b'\\')) {
-        match segment
-            .split(|byte| *byte == b';')
-            .next()
-            .unwrap_or_default()
-        {
+        let name = segment.split(|byte| *byte == b';').next();
+        match without_end(name.unwrap_or_default()) {
             b"" | b"." => {}
             b".." => {
                 climbs = true;
@@ -394,6 +510,45 @@ fn lenient(path: &str) -> Option<Lenient> {
         path: String::from_utf8_lossy(&read).into_owned(),
         climbs,
     })
+}
+
+/// Returns `true` if a lenient server reads the path unchanged.
+fn is_plain(path: &str) -> bool {
+    let mut before = b'a';
+    for byte in path.bytes() {
+        match (before, byte) {
+            (_, b'%' | b';' | b'\\') | (b'/', b'/' | b'.') | (b'.', b'/') => return false,
+            _ => before = byte,
+        }
+    }
+    before != b'.'
+}
+
+/// Removes the dots and blanks at the end of a segment, as Windows does. A segment of dots has
+/// another meaning.
+fn without_end(segment: &[u8]) -> &[u8] {
+    let end_of = |ending: &[u8]| {
+        let last = segment.iter().rposition(|byte| !ending.contains(byte));
+        last.map_or(0, |last| last + 1)
+    };
+    match end_of(b" .") {
+        0 => &segment[..end_of(b" ")],
+        end => &segment[..end],
+    }
+}
+
+fn is_lower_case(path: &str) -> bool {
+    !path
+        .bytes()
+        .any(|byte| byte.is_ascii_uppercase() || !byte.is_ascii())
+}
+
+fn lower_case(path: &str) -> Cow<'_, str> {
+    if is_lower_case(path) {
+        path.into()
+    } else {
+        path.to_lowercase().into()
+    }
 }
 
 /// Removes the trailing slash, or adds one.

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use http::header::{HeaderMap, RETRY_AFTER};
+use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
 
 use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Key, Policy};
@@ -110,9 +110,12 @@ impl<S: Store> Pause<S> {
     }
 }
 
-/// Returns the pause that a response requests: the `Retry-After` of a 429 or a 503, in seconds, or
-/// the `grpc-retry-pushback-ms` of a gRPC call that failed before its first message. `None` if the
-/// response requests no pause, or gives a date. So a 429 can return `None`, and is still a denial.
+/// Returns the pause that a response requests: the `Retry-After` of a 429 or a 503, or the
+/// `grpc-retry-pushback-ms` of a gRPC call that failed before its first message. `None` if the
+/// response requests no pause. So a 429 can return `None`, and is still a denial.
+///
+/// A `Retry-After` is a number of seconds, or a date. The time until a date is that after the
+/// response's own `Date`, by the server's clock; without a `Date` it is `None`.
 ///
 /// ```
 /// use std::time::Duration;
@@ -124,10 +127,18 @@ impl<S: Store> Pause<S> {
 /// ```
 #[doc(alias("Retry-After", "429"))]
 pub fn retry_after(status: StatusCode, headers: &HeaderMap) -> Option<Duration> {
-    let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse().ok();
+    let text = |name: &str| Some(headers.get(name)?.to_str().ok()?.trim());
+    // `parse` would accept a sign.
+    let is_number = |text: &&str| text.bytes().all(|byte| byte.is_ascii_digit());
+    let number = |name: &str| text(name).filter(is_number)?.parse().ok();
+    let date = |name: HeaderName| httpdate::parse_http_date(text(name.as_str())?).ok();
     match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-            number(RETRY_AFTER.as_str()).map(Duration::from_secs)
+            let seconds = number(RETRY_AFTER.as_str()).map(Duration::from_secs);
+            seconds.or_else(|| {
+                let wait = date(RETRY_AFTER)?.duration_since(date(DATE)?);
+                Some(wait.unwrap_or_default())
+            })
         }
         // A negative number means that retrying never helps. It does not parse, so no pause begins.
         _ => number("grpc-retry-pushback-ms").map(Duration::from_millis),

@@ -59,7 +59,7 @@ fn configured_kinds_equal_those_in_code() -> Result<(), ConfigError> {
 #[test]
 fn errors() {
     let choices = "`peer`, or a header and who writes it, such as `{ header = \"x-forwarded-for\", trust = [\"private\"] }`";
-    let trusted = "write the proxies' network like `203.0.113.0/24`, an address, `private`, `loopback` or `unix`, \
+    let trusted = "write the proxies' network like `203.0.113.0/24`, an address, `private`, `loopback`, `link-local`, `shared` or `unix`, \
                    or trust a number of hops";
     let no_header =
         "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`"
@@ -104,7 +104,7 @@ fn errors() {
         ),
         (
             json!({ "header": "forwarded", "trust": [1] }),
-            "invalid type: integer `1`, expected a network such as `203.0.113.0/24`, an address, `private`, `loopback` \
+            "invalid type: integer `1`, expected a network such as `203.0.113.0/24`, an address, `private`, `loopback`, `link-local`, `shared` \
              or `unix`"
                 .to_owned(),
         ),

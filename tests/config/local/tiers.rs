@@ -1,11 +1,14 @@
 //! Tiers: the policies of each plan and caller, read from a file.
 
+use std::sync::{Arc, Mutex};
+
 use http::Request;
 use http::request::Parts;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 #[cfg(feature = "axum")]
 use tower_redis_ratelimit::extract::{KeyExtractor, MatchedRoute};
+use tower_redis_ratelimit::observe::{Observer, event::Misconfigured};
 use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota};
 
@@ -31,6 +34,10 @@ fn names(tiers: &Tiers, tier: &'static str, caller: Key) -> String {
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, String> {
     serde_json::from_value(value).map_err(|error| error.to_string())
+}
+
+fn ip(address: &str) -> Key {
+    Key::ip(address.parse().unwrap())
 }
 
 fn policy(name: &str) -> Policy {
@@ -78,11 +85,11 @@ fn yaml_and_json() {
           pro: { name: pro, quota: 6000/min }
         callers:
           7: { name: seven, quota: 7/s }
-          ip:2001:db8::7: exempt";
+          ip:2001:db8::/64: exempt";
     let json = r#"{
         "default": { "name": "free", "quota": "60/min" },
         "tiers": { "pro": [{ "name": "pro", "quota": "6000/min" }] },
-        "callers": { "7": { "name": "seven", "quota": "7/s" }, "ip:2001:db8::7": "exempt" }
+        "callers": { "7": { "name": "seven", "quota": "7/s" }, "ip:2001:db8::/64": "exempt" }
     }"#;
     for tiers in [
         yaml_serde::from_str::<Tiers>(yaml).unwrap(),
@@ -115,7 +122,6 @@ fn plan_names_come_from_code() {
 /// Every kind of key, in its form in Redis and in the form that people write.
 #[test]
 fn callers_are_found_by_their_keys() {
-    let ip = |address: &str| Key::ip(address.parse().unwrap());
     let long = "a long name that does not fit into a key in Redis";
     let hashed = Key::new(long);
     for (text, key) in [
@@ -130,7 +136,6 @@ fn callers_are_found_by_their_keys() {
         (Key::secret("sk-live-1").reveal(), Key::secret("sk-live-1")),
         ("ip:192.0.2.7", ip("192.0.2.7")),
         ("ip:::ffff:192.0.2.7", ip("192.0.2.7")),
-        ("ip:2001:db8::7", ip("2001:db8::")),
         ("ip:2001:db8::/64", ip("2001:db8::")),
         ("ip:2001:0db8:0000:0000::/64", ip("2001:db8::")),
         (
@@ -158,14 +163,112 @@ fn callers_are_found_by_their_keys() {
     }
 }
 
+/// The exact key counts first, then the longest network that contains the whole key.
+#[test]
+fn callers_are_found_by_network() {
+    let named = |name: &str| json!({ "name": name, "quota": "1/s" });
+    let tiers: Tiers = read(json!({
+        "default": named("free"),
+        "callers": {
+            "ip:10.0.0.0/8, ip:2001:db8::/32": named("large"),
+            "ip:10.1.0.0/16,ip:2001:db8:1::/48": named("small"),
+            "ip:10.1.0.7": "exempt",
+            "ip:2001:db8:1:2::/64": named("host"),
+            "ip:20010db8000300040000000000000001/128": named("one"),
+            "ip:::ffff:192.0.2.0/120": named("mapped"),
+        },
+    }))
+    .unwrap();
+    let written: Tiers = read(serde_json::to_value(&tiers).unwrap()).unwrap();
+    let code = Tiers::new(policy("free"))
+        .network("10.0.0.0/8".parse().unwrap(), policy("large"))
+        .and_then(|tiers| tiers.exempt_network("10.1.0.0/16".parse().unwrap()))
+        .unwrap()
+        .caller(Key::ip([10, 1, 0, 7].into()), policy("own"));
+    let name = |tiers: &Tiers, key: Key| match tiers.policies(&request("free"), Some(&key)) {
+        Some(policies) => policies.iter().next().unwrap().name().to_owned(),
+        None => "none".to_owned(),
+    };
+    for (address, expected, of_code) in [
+        ("10.2.3.4", "large", "large"),
+        ("10.1.3.4", "small", "none"),
+        ("10.1.0.7", "none", "own"),
+        ("11.0.0.1", "free", "free"),
+        ("192.0.2.7", "mapped", "free"),
+        ("2001:db8:9::1", "large", "free"),
+        ("2001:db8:1::1", "small", "free"),
+        ("2001:db8:1:2::1", "host", "free"),
+        ("2001:db9::1", "free", "free"),
+        // The address is a part of this key.
+        ("2001:db8:3:4::1", "large", "free"),
+    ] {
+        assert_eq!(name(&tiers, ip(address)), expected, "{address}");
+        assert_eq!(name(&written, ip(address)), expected, "{address}");
+        assert_eq!(name(&code, ip(address)), of_code, "{address}");
+    }
+    let key = |address: &str, prefix| Key::network(address.parse().unwrap(), prefix);
+    assert_eq!(name(&tiers, key("2001:db8:3:4::1", 128)), "one");
+    assert_eq!(name(&tiers, key("2001:db8:1::", 40)), "large");
+    assert_eq!(name(&tiers, key("2001::", 16)), "free");
+    assert_eq!(name(&tiers, Key::new("tenant-7")), "free");
+    let invalid = Tiers::new(policy("free")).exempt_network("10.0.0.1/8".parse().unwrap());
+    assert!(invalid.is_err());
+}
+
+/// Its keys are /64 networks.
+#[test]
+fn an_address_within_a_key_is_reported() {
+    let tiers: Tiers = read(json!({
+        "default": { "name": "free", "quota": "1/s" },
+        "callers": { "ip:2001:db8:5::1": "exempt", "ip:2001:db8:6::/80": "exempt" },
+    }))
+    .unwrap();
+    let problems = Arc::new(Problems::default());
+    let observer: Arc<dyn Observer> = problems.clone();
+    tiers.observe(&observer);
+    for address in ["2001:db8:4::1", "192.0.2.7"] {
+        assert!(
+            tiers
+                .policies(&request("free"), Some(&ip(address)))
+                .is_some()
+        );
+    }
+    assert_eq!(problems.0.lock().unwrap().len(), 0);
+    for address in ["2001:db8:5::1", "2001:db8:5::2", "2001:db8:6::1"] {
+        assert!(
+            tiers
+                .policies(&request("free"), Some(&ip(address)))
+                .is_some()
+        );
+    }
+    let reports = problems.0.lock().unwrap();
+    let [report] = &reports[..] else {
+        panic!("one report is expected: {reports:?}");
+    };
+    assert!(
+        report.starts_with("the policies of the network 2001:db8:5::1/128 apply to nothing")
+            && report.ends_with("#narrow-network)"),
+        "{report}"
+    );
+}
+
+#[derive(Default)]
+struct Problems(Mutex<Vec<String>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
 #[test]
 fn errors() {
     let free = json!({ "name": "free", "quota": "60/min" });
     let caller = |text: &str| json!({ "default": free, "callers": { text: "exempt" } });
     let no_caller = |text: &str| {
         format!(
-            "{text:?} is not a valid caller: use a caller's key in clear, `ip:192.0.2.7`, `secret:` followed by an API key, \
-             or `~` followed by 32 digits as in Redis"
+            "{text:?} is not a valid caller: use a caller's key in clear, addresses or networks such as \
+             `ip:192.0.2.7, ip:2001:db8::/32`, `secret:` followed by an API key, or `~` followed by 32 digits as in Redis"
         )
     };
     for (value, text) in [
@@ -205,9 +308,31 @@ fn errors() {
         (caller(""), no_caller("")),
         (caller("secret:"), no_caller("secret:")),
         (caller("ip:tenant-7"), no_caller("ip:tenant-7")),
-        (caller("ip:192.0.2.0/24"), no_caller("ip:192.0.2.0/24")),
+        (
+            caller("ip:10.0.0.1/8"),
+            "no callers are in the network \"10.0.0.1/8\": it is an address within a network: use `10.0.0.1` or `10.0.0.0/8`".to_owned(),
+        ),
+        (
+            caller("ip:192.0.2.7, ip:2001:db8::1/32"),
+            "no callers are in the network \"2001:db8::1/32\": it is an address within a network: use `2001:db8::1` or \
+             `2001:db8::/32`"
+                .to_owned(),
+        ),
+        (
+            caller("ip:0.0.0.0/0"),
+            "no callers are in the network \"0.0.0.0/0\": it covers every address: set the default policies instead".to_owned(),
+        ),
+        (caller("ip:10.0.0.0/33"), no_caller("ip:10.0.0.0/33")),
+        (caller("ip:10.0.0.0/8,tenant-7"), no_caller("ip:10.0.0.0/8,tenant-7")),
+        (
+            caller("ip:10.0.0.0/8,~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c"),
+            no_caller("ip:10.0.0.0/8,~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c"),
+        ),
         (caller("ip:2001/64"), no_caller("ip:2001/64")),
-        (caller("ip:2001:db8::/0"), no_caller("ip:2001:db8::/0")),
+        (
+            caller("ip:::/0"),
+            "no callers are in the network \"::/0\": it covers every address: set the default policies instead".to_owned(),
+        ),
         (caller("ip:2001:db8::/129"), no_caller("ip:2001:db8::/129")),
         (caller("~8c3ba5a8"), no_caller("~8c3ba5a8")),
         (caller("~8C3BA5A8F35D8B6E55C7E9BA2D0BBF3C"), no_caller("~8C3BA5A8F35D8B6E55C7E9BA2D0BBF3C")),
@@ -307,8 +432,12 @@ fn duplicates_are_refused() {
             "duplicate tier \"pro\"".to_owned(),
         ),
         (
-            r#""callers": { "ip:2001:db8::1": "exempt", "ip:2001:db8::2": "exempt" }"#.to_owned(),
-            "duplicate caller \"ip:2001:0db8:0000:0000::/64\"".to_owned(),
+            r#""callers": { "ip:10.0.0.0/8, ip:2001:db8::1": "exempt", "ip:2001:db8:0::1": "exempt" }"#.to_owned(),
+            "duplicate caller \"ip:2001:db8::1\"".to_owned(),
+        ),
+        (
+            r#""callers": { "ip:10.0.0.0/8, ip:10.0.0.0/8": "exempt" }"#.to_owned(),
+            "duplicate caller \"ip:10.0.0.0/8\"".to_owned(),
         ),
         (
             format!(

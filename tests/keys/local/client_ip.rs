@@ -2,6 +2,7 @@
 //! including forged ones.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex};
 
 use http::request::Parts;
 use http::{HeaderValue, Request};
@@ -10,6 +11,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::observe::{Observer, event::Misconfigured};
 use tower_redis_ratelimit::{ConfigError, Key, LocalStore, RateLimitLayer};
 
 use crate::mocks::*;
@@ -482,14 +484,80 @@ const LISTS: &[Case] = &[
         "hops 2",
         "10.0.0.1",
         &["6.6.6.6, 198.51.100.7, unknown"],
-        "10.0.0.1",
+        "198.51.100.7",
     ),
     (
         "hops 2",
         "10.0.0.1",
         &["6.6.6.6, 198.51.100.7, "],
+        "198.51.100.7",
+    ),
+    (
+        "hops 3",
+        "10.0.0.1",
+        &["198.51.100.7, nope, 203.0.113.9"],
+        "198.51.100.7",
+    ),
+    (
+        "hops 3",
+        "10.0.0.1",
+        &["6.6.6.6, nope, 198.51.100.7, 203.0.113.9"],
+        "198.51.100.7",
+    ),
+    (
+        "hops 3",
+        "10.0.0.1",
+        &["nope, 198.51.100.7, 203.0.113.9"],
+        "198.51.100.7",
+    ),
+    ("hops 2", "10.0.0.1", &["nope, nope"], "10.0.0.1"),
+    // nginx writes `unix:` for a peer on a unix socket.
+    (
+        "hops 2",
+        "10.0.0.1",
+        &["6.6.6.6, 198.51.100.7, unix:"],
+        "198.51.100.7",
+    ),
+    ("hops 1", "10.0.0.1", &["6.6.6.6, unix:"], "10.0.0.1"),
+    (
+        "10.0.0.1 unix",
+        "10.0.0.1",
+        &["6.6.6.6, 198.51.100.7, unix:"],
+        "198.51.100.7",
+    ),
+    (
+        "10.0.0.1 unix",
+        "10.0.0.1",
+        &["6.6.6.6, unix:, 198.51.100.7"],
+        "198.51.100.7",
+    ),
+    ("10.0.0.1 unix", "10.0.0.1", &["unix:"], "10.0.0.1"),
+    ("10.0.0.1", "10.0.0.1", &["6.6.6.6, unix:"], "10.0.0.1"),
+    ("10.0.0.1 unix", "10.0.0.1", &["6.6.6.6, unix"], "10.0.0.1"),
+    ("10.0.0.1 unix", "10.0.0.1", &["6.6.6.6, UNIX:"], "10.0.0.1"),
+    (
+        "10.0.0.1 unix",
+        "10.0.0.1",
+        &["6.6.6.6, unix:x"],
         "10.0.0.1",
     ),
+    // The peers of some platforms.
+    (
+        "link-local",
+        "169.254.130.1",
+        &["198.51.100.7"],
+        "198.51.100.7",
+    ),
+    ("link-local", "fe80::1", &["198.51.100.7"], "198.51.100.7"),
+    ("link-local", "169.253.0.1", &["6.6.6.6"], "169.253.0.1"),
+    ("shared", "100.64.0.3", &["198.51.100.7"], "198.51.100.7"),
+    (
+        "shared",
+        "100.127.255.255",
+        &["198.51.100.7"],
+        "198.51.100.7",
+    ),
+    ("shared", "100.128.0.1", &["6.6.6.6"], "100.128.0.1"),
     ("hops 2", "10.0.0.1", &["203.0.113.9"], "203.0.113.9"),
     ("hops 2", "10.0.0.1", &[], "10.0.0.1"),
     (
@@ -785,6 +853,54 @@ const SINGLE: &[Case] = &[
     ("hops 3", "203.0.113.9", &["198.51.100.7"], "198.51.100.7"),
 ];
 
+/// Cases for `CloudFront-Viewer-Address`, whose values always end with a port.
+const WITH_PORT: &[Case] = &[
+    (
+        "private",
+        "10.0.0.1",
+        &["2001:db8:1:1:1319:8a2e:370:7348:46532"],
+        "2001:db8:1:1:1319:8a2e:370:7348",
+    ),
+    (
+        "private",
+        "10.0.0.1",
+        &["2001:db8:4:4::9:49985"],
+        "2001:db8:4:4::9",
+    ),
+    (
+        "private",
+        "10.0.0.1",
+        &["2001:db8:4:4::9:9985"],
+        "2001:db8:4:4::9",
+    ),
+    (
+        "private",
+        "10.0.0.1",
+        &["198.51.100.7:46532"],
+        "198.51.100.7",
+    ),
+    ("hops 1", "203.0.113.9", &["198.51.100.7:1"], "198.51.100.7"),
+    ("private", "198.51.100.7", &["6.6.6.6:1"], "198.51.100.7"),
+    ("private", "10.0.0.1", &["198.51.100.7"], "10.0.0.1"),
+    ("private", "10.0.0.1", &["198.51.100.7:65536"], "10.0.0.1"),
+    ("private", "10.0.0.1", &["198.51.100.7:+1"], "10.0.0.1"),
+    ("private", "10.0.0.1", &["198.51.100.7:"], "10.0.0.1"),
+    (
+        "private",
+        "10.0.0.1",
+        &["2001:db8:4:4::9:65536"],
+        "10.0.0.1",
+    ),
+    (
+        "private",
+        "10.0.0.1",
+        &["2001:db8:1:1:1319:8a2e:370:7348"],
+        "10.0.0.1",
+    ),
+    ("private", "10.0.0.1", &["0.0.0.0:1"], "10.0.0.1"),
+    ("private", "10.0.0.1", &[""], "10.0.0.1"),
+];
+
 fn trusting(header: ClientIpBuilder, trust: &str) -> ClientIp {
     match trust.strip_prefix("hops ") {
         Some(hops) => header.hops(hops.parse().unwrap()).unwrap(),
@@ -848,6 +964,11 @@ fn forged_headers_never_choose_the_key() {
     escaped.extend(escapes("forwarded", LISTS, |line| elements(line, adorned)));
     escaped.extend(escapes("forwarded", FORWARDED, str::to_owned));
     escaped.extend(escapes("x-real-ip", SINGLE, str::to_owned));
+    escaped.extend(escapes(
+        "CloudFront-Viewer-Address",
+        WITH_PORT,
+        str::to_owned,
+    ));
     assert!(
         escaped.is_empty(),
         "{} escapes:\n{}",
@@ -1086,13 +1207,62 @@ fn a_missing_peer_is_reported() {
         Some([198, 51, 100, 7].into()),
         "any peer is a proxy"
     );
-    request.headers.clear();
-    assert!(hops.extract(&request).unwrap_err().is_misconfigured());
+    let problem = PeerIp.extract(&request).unwrap_err().to_string();
+    assert!(problem.contains("`.trust([\"unix\"])`"), "{problem}");
     let unix = ClientIp::x_forwarded_for().trust(["unix"]).unwrap();
     assert!(
         unix.extract(&request).is_ok(),
         "such a peer counts as a unix socket"
     );
+}
+
+/// Over TCP, the server has not recorded the address, so that is reported.
+#[test]
+fn hops_without_an_address_are_the_socket() {
+    let problems = Arc::new(Problems::default());
+    let observer: Arc<dyn Observer> = problems.clone();
+    let hops = ClientIp::x_forwarded_for().hops(1).unwrap();
+    hops.observe(&observer);
+    for lines in [&[][..], &["unknown"], &[""]] {
+        let mut request = request("10.0.0.1", "x-forwarded-for", lines);
+        request.extensions.clear();
+        assert_eq!(hops.extract(&request).unwrap().as_bytes(), b"ip:unix");
+        assert_eq!(hops.address(&request), None);
+    }
+    let reports = problems.0.lock().unwrap();
+    let [report] = &reports[..] else {
+        panic!("one report is expected: {reports:?}");
+    };
+    assert!(
+        report.contains("into_make_service_with_connect_info")
+            && report.ends_with("#no-peer-address)"),
+        "{report}"
+    );
+}
+
+#[derive(Default)]
+struct Problems(Mutex<Vec<String>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
+/// Two nginx on one machine, the inner one on a unix socket.
+#[tokio::test]
+async fn clients_behind_a_socket_count_separately() {
+    let by_client = ClientIp::x_forwarded_for().trust(["unix"]).unwrap();
+    let service = RateLimitLayer::new(LocalStore::default(), by_client, gcra("api", "2/min"))
+        .layer(service_fn(hello));
+    for client in 1..=4 {
+        let request = Request::builder()
+            .header("x-forwarded-for", format!("203.0.113.{client}, unix:"))
+            .body(String::new())
+            .unwrap();
+        let response: http::Response<String> = send(&service, request).await;
+        assert_eq!(response.status(), 200, "{client}");
+    }
 }
 
 #[cfg(unix)]

@@ -173,7 +173,7 @@ async fn ambiguous_paths_are_not_exempt() {
         ("/login%00.css", "login"),
         ("/;/login", "login"),
         ("//login", "login"),
-        ("/LOGIN", "none"),
+        ("/LOGIN", "login"),
     ];
     assert_under(&both(routes, router), &expected).await;
 
@@ -193,6 +193,7 @@ async fn ambiguous_paths_are_not_exempt() {
         "/a/../login",
         "/%6cogin",
         "/login;a",
+        "/LOGIN",
         "http://host/login",
     ] {
         let [_, around] = both(listed, router);
@@ -202,7 +203,7 @@ async fn ambiguous_paths_are_not_exempt() {
             "{target}"
         );
     }
-    for target in ["/", "/login/a", "/LOGIN", "/a%2flogin"] {
+    for target in ["/", "/login/a", "/a%2flogin"] {
         let [_, around] = both(listed, router);
         assert_eq!(
             under(&around, Method::GET, target).await,
@@ -233,6 +234,9 @@ async fn no_spelling_avoids_a_limit() {
         ("/a/../login", "login"),
         ("/a/..%2Flogin", "login"),
         ("/login;v=1", "login"),
+        ("/LOGIN", "login"),
+        ("/%4Cogin/", "login"),
+        ("/login.", "login"),
         ("/files/a", "files"),
         ("/%66iles/a", "files"),
         ("/files%2Fa", "files"),
@@ -243,7 +247,6 @@ async fn no_spelling_avoids_a_limit() {
         ("/%6fther", "default"),
         ("/login/a", "default"),
         ("/login%2Fa", "default"),
-        ("/LOGIN", "default"),
         // Only the plain spelling is exempt.
         ("/health", "none"),
         ("/%68ealth", "default"),
@@ -258,6 +261,247 @@ async fn no_spelling_avoids_a_limit() {
             assert_eq!(under(app, Method::GET, path).await, "default", "{path}");
         }
     }
+}
+
+/// Express, IIS and file servers of Windows and macOS ignore letter case.
+#[tokio::test]
+async fn limits_hold_in_every_letter_case() {
+    let named = |name| gcra(name, "9999/h");
+    let routes = || {
+        Routes::new(named("api"))
+            .method(Method::POST, "/login", named("login"))?
+            .route("/shop/{id}/Export", named("export"))?
+            .route("/caf%C3%A9/menu", named("menu"))?
+            .route("/\u{c9}cole", named("school"))?
+            .exempt("/public/{*path}")?
+            .route("/public/export", named("public"))?
+            .route("/public/users/{id}/export", named("user"))?
+            .exempt("/public/LOGO")?
+            .route("/files/{*path}", named("files"))?
+            .exempt("/files/logo")?
+            .exempt("/Health/{probe}")
+    };
+    let router = || Router::new().route("/{*path}", any(ok)).fallback(ok);
+    let apps = both(|| routes().unwrap(), router);
+    for spelling in 0_u32..32 {
+        let letters = "login".chars().enumerate();
+        let login: String = letters
+            .map(|(at, letter)| match spelling >> at & 1 {
+                0 => letter,
+                _ => letter.to_ascii_uppercase(),
+            })
+            .collect();
+        for app in &apps {
+            let path = format!("/{login}");
+            assert_eq!(under(app, Method::POST, &path).await, "login", "{path}");
+            assert_eq!(under(app, Method::GET, &path).await, "api", "{path}");
+        }
+    }
+    let expected = [
+        ("/shop/7/Export", "export"),
+        ("/shop/7/export", "export"),
+        ("/SHOP/7/export/", "export"),
+        ("/CAF%C3%89/Menu", "menu"),
+        ("/caf%c3%a9/menu", "menu"),
+        ("/%C3%89COLE", "school"),
+        ("/\u{e9}cole", "school"),
+        ("/public/export", "public"),
+        ("/public/Export", "public"),
+        ("/public/%45xport", "public"),
+        ("/public/Export/", "public"),
+        ("/public/users/1/Export", "user"),
+        ("/PUBLIC/users/1/Export", "user"),
+        // Exemptions are exact.
+        ("/public/a", "none"),
+        ("/public/A", "none"),
+        ("/Public/a", "api"),
+        ("/public/LOGO", "none"),
+        ("/files/logo", "none"),
+        ("/files/LOGO", "files"),
+        ("/FILES/LOGO", "files"),
+        ("/Health/live", "none"),
+        ("/Health/LIVE", "none"),
+        ("/health/live", "api"),
+    ];
+    assert_under(&apps, &expected).await;
+
+    // A catch-all is less specific than the exemption.
+    let routes = || {
+        Routes::new(named("api"))
+            .exempt("/Health/{probe}")?
+            .method(Method::POST, "/health/{*probe}", named("probe"))?
+            .route("/{*path}", named("all"))
+    };
+    for app in both(|| routes().unwrap(), router) {
+        assert_eq!(under(&app, Method::GET, "/Health/live").await, "none");
+        assert_eq!(under(&app, Method::GET, "/health/live").await, "all");
+        assert_eq!(under(&app, Method::POST, "/Health/live").await, "probe");
+    }
+}
+
+/// For a server that minds case, `/users/Export` is a user.
+#[tokio::test]
+async fn a_limit_of_the_raw_path_stays() {
+    let named = |name| gcra(name, "9999/h");
+    let routes = || {
+        Routes::new(named("api"))
+            .route("/users/{id}", named("user"))?
+            .route("/users/export", named("export"))?
+            .method(Method::POST, "/login", named("login"))?
+            .method(Method::HEAD, "/report", named("head"))?
+            .method(Method::GET, "/Report", named("get"))?
+            .route("/{page}", named("page"))?
+            .route("/pages/{*rest}", named("pages"))?
+            .exempt("/pages/logo")
+    };
+    let router = || Router::new().route("/{*path}", any(ok)).fallback(ok);
+    let minding = both(|| routes().unwrap(), router);
+    let ignoring = both(|| routes().unwrap().ignore_case(), router);
+    for (method, path, minded, ignored) in [
+        (Method::GET, "/users/export", "export", "export"),
+        (Method::GET, "/users/Export", "user", "export"),
+        (Method::GET, "/Users/Export", "export", "export"),
+        (Method::GET, "/USERS/alice", "user", "user"),
+        (Method::POST, "/login", "login", "login"),
+        (Method::POST, "/Login", "page", "login"),
+        (Method::POST, "/Login/", "page", "login"),
+        (Method::GET, "/login", "page", "page"),
+        (Method::HEAD, "/Report", "get", "head"),
+        (Method::GET, "/report", "page", "get"),
+        (Method::GET, "/pages/logo", "none", "none"),
+        (Method::GET, "/pages/Logo", "pages", "pages"),
+        (Method::GET, "/Pages/logo", "pages", "pages"),
+        (Method::GET, "/%6Cogin", "page", "page"),
+        (Method::GET, "/a/b", "api", "api"),
+    ] {
+        for (apps, expected) in [(&minding, minded), (&ignoring, ignored)] {
+            for app in apps {
+                let name = under(app, method.clone(), path).await;
+                assert_eq!(name, expected, "{method} {path}");
+            }
+        }
+    }
+}
+
+/// Each counts for its own spelling, and the first added for all others.
+#[tokio::test]
+async fn patterns_may_differ_in_letter_case() {
+    let named = |name| gcra(name, "9999/h");
+    let routes = || {
+        Routes::new(named("api"))
+            .route("/Login", named("first"))?
+            .route("/login", named("second"))?
+            .route("/Users/{id}", named("id"))?
+            .route("/users/{name}", named("name"))?
+            .route("/Files/{id}", named("file"))?
+            .route("/files/{*rest}", named("files"))?
+            .route("/Public/{*rest}", named("public"))?
+            .exempt("/public/{*path}")
+    };
+    let router = || Router::new().route("/{*path}", any(ok)).fallback(ok);
+    let expected = [
+        ("/Login", "first"),
+        ("/login", "second"),
+        ("/LOGIN", "first"),
+        ("/Users/7", "id"),
+        ("/users/7", "name"),
+        ("/USERS/7", "id"),
+        ("/Files/7", "file"),
+        ("/files/7", "files"),
+        ("/FILES/7", "file"),
+        ("/files/7/8", "files"),
+        ("/FILES/7/8", "api"),
+        ("/Public/a", "public"),
+        ("/public/a", "none"),
+        ("/PUBLIC/a", "public"),
+    ];
+    assert_under(&both(|| routes().unwrap(), router), &expected).await;
+}
+
+/// Windows drops them.
+#[tokio::test]
+async fn dots_and_blanks_avoid_no_limit() {
+    let routes = || {
+        routes()
+            .and_then(|routes| routes.exempt("/static/{*path}"))
+            .and_then(|routes| routes.route("/static/export", gcra("export", "9/h")))
+            .unwrap()
+    };
+    let router = || Router::new().route("/{*path}", any(ok)).fallback(ok);
+    let expected = [
+        ("/login.", "login"),
+        ("/login..", "login"),
+        ("/login%20", "login"),
+        ("/login.%20.", "login"),
+        ("/login./", "login"),
+        ("/LOGIN%2e", "login"),
+        ("/login.;v=1", "login"),
+        ("/login%20%00.css", "login"),
+        ("/files./a", "files"),
+        ("/static/export.", "export"),
+        ("/static/export%20/", "export"),
+        ("/static/..%20/login", "login"),
+        ("/static/a.", "none"),
+        ("/static/a./b", "none"),
+        ("/static/...", "none"),
+        ("/static/.../export", "none"),
+        ("/login%09", "default"),
+        ("/login.a", "default"),
+        ("/.login", "default"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
+    let error = routes().exempt("/v1./{id}").unwrap_err().to_string();
+    assert!(error.contains("ends with a dot"), "{error}");
+}
+
+/// In any letter case, a limited path stays limited; for a server that ignores case, by the same pattern.
+#[tokio::test]
+async fn letter_case_escapes_no_limit() {
+    let mut random = fastrand::Rng::with_seed(29);
+    let mut limited = 0;
+    for round in 0..200 {
+        let patterns = some(&mut random);
+        let exempt: Vec<usize> = (0..patterns.len()).filter(|_| random.bool()).collect();
+        let around = |routes: Routes| {
+            let service = Layer::layer(&layer(routes), Router::new().fallback(ok));
+            Router::new().fallback_service(service)
+        };
+        let minding = around(exempting(&patterns, &exempt).unwrap());
+        let ignoring = around(exempting(&patterns, &exempt).unwrap().ignore_case());
+        for _ in 0..20 {
+            let path: String = (0..random.usize(1..5))
+                .map(|_| format!("/{}", random.choice(SEGMENTS).unwrap()))
+                .collect();
+            let mut other_case = path.clone();
+            if !path.contains('%') {
+                other_case = path
+                    .chars()
+                    .map(|letter| match random.bool() {
+                        true => letter.to_ascii_uppercase(),
+                        false => letter,
+                    })
+                    .collect();
+            }
+            if path.parse::<Uri>().is_err() {
+                continue;
+            }
+            let expected = under(&minding, Method::GET, &path).await;
+            let context = format!(
+                "{round}: {path}, {other_case}, {patterns:?}, of which {exempt:?} are exempt"
+            );
+            let name = under(&ignoring, Method::GET, &path).await;
+            assert_eq!(name, expected, "{context}");
+            if !expected.starts_with('p') {
+                continue;
+            }
+            limited += 1;
+            let minded = under(&minding, Method::GET, &other_case).await;
+            assert_ne!(minded, "none", "{context}");
+            let ignored = under(&ignoring, Method::GET, &other_case).await;
+            assert_eq!(ignored, expected, "{context}");
+        }
+    }
+    assert!(limited > 500, "{limited}");
 }
 
 /// Even if a lenient server would read it differently.
@@ -651,8 +895,11 @@ fn exempting(patterns: &[&str], exempt: &[usize]) -> Result<Routes, ConfigError>
         .iter()
         .enumerate()
         .try_fold(routes, |routes, (number, pattern)| {
-            let policy = gcra(&format!("p{number}"), "9999/h");
-            routes.route(pattern, (!exempt.contains(&number)).then_some(policy))
+            if exempt.contains(&number) {
+                routes.exempt(pattern)
+            } else {
+                routes.route(pattern, gcra(&format!("p{number}"), "9999/h"))
+            }
         })
 }
 

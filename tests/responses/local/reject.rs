@@ -45,6 +45,7 @@ async fn a_denial_is_the_drafts_problem_type() {
     let expected = json!({
         "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
         "title": "Too Many Requests",
+        "status": 429,
         "detail": "The quota of 1 per 90 seconds is used up. Try again in 90 s.",
         "violated-policies": ["api"],
     });
@@ -114,6 +115,7 @@ async fn a_missing_key_is_a_client_error() {
     let expected = json!({
         "type": "about:blank",
         "title": "Bad Request",
+        "status": 400,
         "detail": "the header x-user is missing",
     });
     assert_eq!(problem(response).await, expected);
@@ -140,6 +142,7 @@ async fn anonymous_requests_are_challenged() {
     let expected = json!({
         "type": "about:blank",
         "title": "Unauthorized",
+        "status": 401,
         "detail": "the header x-api-key is missing",
     });
     assert_eq!(problem(response).await, expected);
@@ -242,6 +245,7 @@ async fn a_missing_address_is_a_server_error() {
     let expected = json!({
         "type": "about:blank",
         "title": "Internal Server Error",
+        "status": 500,
         "detail": misconfigured(),
     });
     assert_eq!(
@@ -266,6 +270,7 @@ async fn store_failures_hide_their_error() {
     let expected = json!({
         "type": "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
         "title": "Service Unavailable",
+        "status": 503,
         "detail": "Rate limiting is temporarily unavailable.",
     });
     assert_eq!(problem(response).await, expected);
@@ -326,6 +331,7 @@ async fn the_denial_text_is_configurable() {
             let expected = json!({
                 "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
                 "title": "Too Many Requests",
+                "status": 429,
                 "detail": ODD,
                 "violated-policies": ["api"],
             });
@@ -629,4 +635,31 @@ async fn repeated_headers_are_always_rejected() {
         "the header x-user appears more than once"
     );
     assert_eq!(send(&service, anonymous()).await.status(), 200);
+}
+
+/// As of a `KeyExtractor` that a handler calls.
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn a_missing_key_is_a_response() {
+    use axum::response::IntoResponse;
+    use http::HeaderValue;
+    use tower_redis_ratelimit::extract::MissingKey;
+
+    let response = MissingKey::new("no API key").into_response();
+    assert_eq!(response.status(), 400);
+    let body = problem(response).await;
+    assert_eq!(
+        (&body["status"], &body["detail"]),
+        (&json!(400), &json!("no API key"))
+    );
+    let bearer = HeaderValue::from_static("Bearer");
+    let response = MissingKey::unauthenticated("no token", bearer).into_response();
+    assert_eq!(response.status(), 401);
+    assert_eq!(field(&response, "www-authenticate"), Some("Bearer"));
+    assert_eq!(
+        MissingKey::misconfigured("a wrong order")
+            .into_response()
+            .status(),
+        500
+    );
 }

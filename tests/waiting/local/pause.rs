@@ -283,7 +283,8 @@ async fn clients_see_no_quota_of_a_pause() {
             )
         };
         assert_eq!(of(&allowed), (policy, list.then_some("\"api\";r=8;t=3200")));
-        assert_eq!(of(&denied), (policy, list.then_some("\"api\";r=8;t=3200")));
+        // Nothing of the rest can be used during the pause.
+        assert_eq!(of(&denied), (policy, None));
         let limit = |response| field(response, "x-ratelimit-limit");
         assert_eq!(
             (limit(&allowed), limit(&denied)),
@@ -344,6 +345,7 @@ fn only_requested_waits_are_parsed() {
         for wrong in [
             "",
             "-1",
+            "+1",
             "1.5",
             "soon",
             "18446744073709551616",
@@ -356,6 +358,24 @@ fn only_requested_waits_are_parsed() {
             );
         }
         assert_eq!(told(status, "retry-after", b"\xff"), None);
+    }
+    let dated = |date: &str, until: &str| {
+        let response = Response::builder()
+            .status(503)
+            .header("date", date)
+            .header("retry-after", until);
+        let response = response.body(()).unwrap();
+        retry_after(response.status(), response.headers())
+    };
+    let date = "Fri, 31 Dec 1999 23:59:29 GMT";
+    for (until, expected) in [
+        ("Fri, 31 Dec 1999 23:59:59 GMT", Some(30 * SECOND)),
+        ("Friday, 31-Dec-99 23:59:59 GMT", Some(30 * SECOND)),
+        ("Fri, 31 Dec 1999 23:59:00 GMT", Some(Duration::ZERO)),
+        ("Fri, 31 Dec", None),
+    ] {
+        assert_eq!(dated(date, until), expected, "{until}");
+        assert_eq!(dated("now", until), None, "{until}");
     }
     assert_eq!(told(200, "retry-after", b"30"), None);
     assert_eq!(told(301, "retry-after", b"30"), None);

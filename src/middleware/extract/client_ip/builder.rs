@@ -26,7 +26,9 @@ impl ClientIpBuilder {
     /// - an address, such as `"203.0.113.7"`,
     /// - `"private"`: 10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16 (RFC 1918), fc00::/7 (RFC 4193) and `"loopback"`,
     /// - `"loopback"`: 127.0.0.0/8 and ::1,
-    /// - `"unix"`: a peer on a unix socket. A peer without a recorded address also counts as one,
+    /// - `"link-local"`: 169.254.0.0/16 and fe80::/10, from which some platforms forward requests,
+    /// - `"shared"`: 100.64.0.0/10 (RFC 6598), the network of some platforms' load balancers and pods,
+    /// - `"unix"`: a peer on a unix socket, and an entry `unix:`, which nginx writes for one. A peer without a recorded address also counts as one,
     ///   since axum records none for unix sockets. So a server that also listens on TCP must record
     ///   the addresses there.
     ///
@@ -77,7 +79,10 @@ impl ClientIpBuilder {
     /// without a recorded address.
     ///
     /// The client is then this entry from the right: `hops(1)` takes the last one, which the peer wrote. A header of
-    /// fewer entries yields its first one.
+    /// fewer entries yields its first one. If that entry has no address, the next address to the right counts,
+    /// or else the peer. A peer without a recorded address then counts as one on a unix socket, which is reported once
+    /// as [misconfigured](crate::observe::Observer::misconfigured): over TCP, all requests without an entry would share
+    /// that count.
     ///
     /// Use it for proxies whose addresses change. Every request must pass through all of them: a
     /// client that bypasses one, such as a CDN in front of a public load balancer, can choose the

@@ -112,7 +112,7 @@ impl Serialize for ClientIp {
 deserialize!(List<Trusted>);
 text!(
     Trusted,
-    "a network such as `203.0.113.0/24`, an address, `private`, `loopback` or `unix`"
+    "a network such as `203.0.113.0/24`, an address, `private`, `loopback`, `link-local`, `shared` or `unix`"
 );
 
 /// The length of an IPv6 prefix.

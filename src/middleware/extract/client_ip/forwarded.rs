@@ -1,16 +1,16 @@
 //! `Forwarded` (RFC 7239): a list of elements such as `for="[2001:db8::7]:4711";proto=https`.
 
 use std::iter;
-use std::net::IpAddr;
 
+use super::super::peer::Peer;
 use super::node;
 
-/// Returns the addresses of a line's elements from right to left, `None` for an element without an
+/// Returns the hops of a line's elements from right to left, `None` for an element without an
 /// address.
 ///
 /// An element is parsed from the right, independently of the bytes to its left: a client cannot
 /// open a quoted string there that swallows the element that a proxy has appended.
-pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
+pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<Peer>> {
     let mut left = Some(line);
     iter::from_fn(move || {
         let line = left.take()?;
@@ -41,9 +41,9 @@ fn is_escaped(line: &[u8], at: usize) -> bool {
         == 1
 }
 
-/// Returns the address of an element's `for`, if the element is well-formed and has exactly one
+/// Returns the hop of an element's `for`, if the element is well-formed and has exactly one
 /// `for`.
-fn client(element: &[u8]) -> Option<IpAddr> {
+fn client(element: &[u8]) -> Option<Peer> {
     let mut client = None;
     let mut rest = element.trim_ascii();
     while !rest.is_empty() {
@@ -58,7 +58,7 @@ fn client(element: &[u8]) -> Option<IpAddr> {
         if !is_token(name) || !(rest.is_empty() || rest.starts_with(b";")) {
             return None;
         }
-        if name.eq_ignore_ascii_case(b"for") && client.replace(value.address()?).is_some() {
+        if name.eq_ignore_ascii_case(b"for") && client.replace(value.hop()?).is_some() {
             return None;
         }
     }
@@ -86,11 +86,11 @@ impl<'a> Value<'a> {
         Some((Self::Quoted(string), &next[1..]))
     }
 
-    fn address(&self) -> Option<IpAddr> {
+    fn hop(&self) -> Option<Peer> {
         match *self {
-            Self::Token(text) => node::address(text),
+            Self::Token(text) => node::hop(text),
             Self::Quoted(text) if text.contains(&b'\\') => unescaped(text),
-            Self::Quoted(text) => node::address(text),
+            Self::Quoted(text) => node::hop(text),
         }
     }
 }
@@ -105,8 +105,8 @@ fn end_of_string(string: &[u8]) -> Option<usize> {
     })
 }
 
-/// Parses the address in a string with escaped characters, which are unnecessary but allowed.
-fn unescaped(text: &[u8]) -> Option<IpAddr> {
+/// Parses the hop in a string with escaped characters, which are unnecessary but allowed.
+fn unescaped(text: &[u8]) -> Option<Peer> {
     // Longer than any address.
     let (mut buffer, mut len) = ([0; 64], 0);
     let mut bytes = text.iter();
@@ -115,7 +115,7 @@ fn unescaped(text: &[u8]) -> Option<IpAddr> {
         *buffer.get_mut(len)? = *byte;
         len += 1;
     }
-    node::address(&buffer[..len])
+    node::hop(&buffer[..len])
 }
 
 fn is_token(name: &[u8]) -> bool {

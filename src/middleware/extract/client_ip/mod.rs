@@ -13,7 +13,7 @@ use http::request::Parts;
 
 pub use builder::ClientIpBuilder;
 use forwarded::elements;
-use trust::Trust;
+use trust::{Trust, covers};
 
 use super::peer::{Peer, UNKNOWN_PROXIES};
 use crate::error::ConfigError;
@@ -54,11 +54,14 @@ use crate::observe::Observer;
 /// the last line to the first. The first untrusted hop is the client. Entries to the left of the
 /// client's are not read.
 ///
-/// The walk ends earlier, at **the nearest trusted hop**, if it reaches
+/// The walk ends earlier, at **the nearest trusted hop** with an address, if it reaches
 /// - the end of the header: a trusted proxy is itself the client, for example for its health
 ///   checks,
 /// - an entry without an address: `unknown`, `_hidden`, an empty entry, or a malformed one,
 /// - 255 entries of trusted hops.
+///
+/// With a [number of hops](ClientIpBuilder::hops), the walk counts entries instead, with or without
+/// an address.
 ///
 /// So if a proxy hides the addresses of its clients, all of them are counted together, under the
 /// proxy's address.
@@ -71,6 +74,7 @@ use crate::observe::Observer;
 /// | `::ffff:192.0.2.7` (IPv4-mapped) | 192.0.2.7, also where networks are trusted |
 /// | `64:ff9b::192.0.2.7` (NAT64), `2002:c000:207::` (6to4) | counted as 192.0.2.7, but trusted only if their own network is |
 /// | `0.0.0.0`, `::` | no address: malformed |
+/// | `unix:` | a hop on a unix socket, as nginx writes it. It has no address, so it is never the client |
 /// | `for="[2001:db8::7]:4711";proto=https` in `Forwarded` | the address in `for`: in any case, quoted or not, at any position. An element without `for`, with two of them or with an open string is malformed |
 ///
 /// In `X-Forwarded-For`, quotes have no meaning: a comma always ends an entry.
@@ -130,6 +134,8 @@ enum Form {
     Forwarded,
     /// One address.
     Single,
+    /// One address and a port.
+    SingleWithPort,
 }
 
 impl ClientIp {
@@ -156,7 +162,8 @@ impl ClientIp {
     /// Use a header that the trusted peer sets on every request, overwriting the client's value.
     ///
     /// `X-Forwarded-For` and `Forwarded`, in any case, are read as lists, as by the functions of
-    /// the same names.
+    /// the same names. In `CloudFront-Viewer-Address`, a port always follows the address, also that
+    /// of IPv6 without brackets; a value without a port is malformed.
     ///
     /// [`trust`](ClientIpBuilder::trust) and [`hops`](ClientIpBuilder::hops) return an error if this is not a valid
     /// header name.
@@ -177,6 +184,7 @@ impl ClientIp {
         let form = match header.as_str() {
             "x-forwarded-for" => Form::XForwardedFor,
             "forwarded" => Form::Forwarded,
+            "cloudfront-viewer-address" => Form::SingleWithPort,
             _ => Form::Single,
         };
         Self {
@@ -245,52 +253,64 @@ impl KeyExtractor for ClientIp {
 
 impl Forwarding {
     fn client(&self, request: &Parts, peer: Peer) -> Peer {
-        let peer = if peer == Peer::Unknown && self.trust.names_unix() {
-            Peer::Unix
-        } else {
-            peer
-        };
-        if !self.trust.covers(peer, 0) {
+        let is_unknown = peer == Peer::Unknown && self.trust.takes_unknown_for_unix();
+        let peer = if is_unknown { Peer::Unix } else { peer };
+        if !self.trust.covers_peer(peer) {
             UNKNOWN_PROXIES.notice(peer, request, Some(&self.header));
             return peer;
         }
-        let lines = request
+        let mut lines = request
             .headers
             .get_all(&self.header)
             .iter()
             .map(|line| line.as_bytes());
-        match self.form {
+        let mut single = |address: fn(&[u8]) -> Option<IpAddr>| match (lines.next(), lines.next()) {
+            (Some(value), None) => address(value).map_or(peer, Peer::Address),
+            _ => peer,
+        };
+        let client = match self.form {
+            Form::Single => single(node::address),
+            Form::SingleWithPort => single(node::address_with_port),
             Form::XForwardedFor => self.walk(
                 peer,
                 lines
                     .rev()
-                    .flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::address)),
+                    .flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::hop)),
             ),
             Form::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
-            Form::Single => {
-                let mut values = lines;
-                match (values.next(), values.next()) {
-                    (Some(value), None) => node::address(value).map_or(peer, Peer::Address),
-                    _ => peer,
-                }
-            }
+        };
+        if is_unknown && client == Peer::Unix && matches!(self.trust, Trust::Hops(_)) {
+            UNKNOWN_PROXIES.notice_no_address();
         }
+        client
     }
 
-    /// Follows the entries that trusted hops have written, starting at the peer. Returns the first
-    /// untrusted hop, or the last hop before an entry without an address.
-    fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<IpAddr>>) -> Peer {
-        let mut hop = peer;
-        for hops in 0..ClientIp::MAX_HOPS {
-            if !self.trust.covers(hop, hops) {
-                break;
+    /// Follows the entries that trusted hops have written, starting at the peer. Entries beyond the
+    /// client's are never parsed.
+    fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<Peer>>) -> Peer {
+        match &self.trust {
+            Trust::Hops(hops) => entries
+                .take(hops.get().into())
+                .flatten()
+                .filter(|hop| *hop != Peer::Unix)
+                .last()
+                .unwrap_or(peer),
+            Trust::Networks(trusted) => {
+                let (mut client, mut hop) = (peer, peer);
+                for _ in 0..ClientIp::MAX_HOPS {
+                    if !covers(trusted, hop) {
+                        break;
+                    }
+                    let Some(Some(next)) = entries.next() else {
+                        break;
+                    };
+                    hop = next;
+                    if hop != Peer::Unix {
+                        client = hop;
+                    }
+                }
+                client
             }
-            // Parse lazily: entries beyond the first untrusted hop are never read.
-            let Some(Some(address)) = entries.next() else {
-                break;
-            };
-            hop = Peer::Address(address);
         }
-        hop
     }
 }

@@ -1,6 +1,26 @@
-//! The address in one entry of a header.
+//! One entry of a header.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use super::super::peer::Peer;
+
+/// Parses the hop that a proxy has written: an address, or `unix:`, which nginx writes for a peer on
+/// a unix socket.
+pub(super) fn hop(node: &[u8]) -> Option<Peer> {
+    match node.trim_ascii() {
+        b"unix:" => Some(Peer::Unix),
+        node => address(node).map(Peer::Address),
+    }
+}
+
+/// Parses an address that a port always follows, without brackets around IPv6.
+pub(super) fn address_with_port(node: &[u8]) -> Option<IpAddr> {
+    let node = str::from_utf8(node.trim_ascii()).ok()?;
+    let (address, port) = node.rsplit_once(':')?;
+    let is_port = port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    let address = address.parse::<IpAddr>().ok().filter(|_| is_port)?;
+    Some(address.to_canonical()).filter(|address| !address.is_unspecified())
+}
 
 /// Parses an address in the forms that proxies write: bare, with a port, with a zone, or an IPv6
 /// address in brackets. `None` for other text, such as `unknown`, and for addresses that no host

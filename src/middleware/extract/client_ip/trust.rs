@@ -5,10 +5,11 @@ use std::net::IpAddr;
 use std::num::NonZeroU8;
 use std::str::FromStr;
 
-use ipnet::{IpNet, Ipv4Net};
+use ipnet::IpNet;
 
-use super::super::peer::{Peer, is_private};
+use super::super::peer::{Peer, is_link_local, is_private, is_shared};
 use crate::error::{ConfigError, redacted};
+use crate::middleware::unmapped;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trust {
@@ -19,25 +20,31 @@ pub(super) enum Trust {
 }
 
 impl Trust {
-    /// Returns `true` if `hop` is trusted; `hops` is its distance from the peer.
-    pub(super) fn covers(&self, hop: Peer, hops: usize) -> bool {
+    pub(super) fn covers_peer(&self, peer: Peer) -> bool {
         match self {
-            Self::Networks(trusted) => trusted.iter().any(|trusted| trusted.covers(hop)),
-            Self::Hops(trusted) => hops < usize::from(trusted.get()),
+            Self::Networks(trusted) => covers(trusted, peer),
+            Self::Hops(_) => true,
         }
     }
 
-    /// Returns `true` if the setting names peers on unix sockets.
-    pub(super) fn names_unix(&self) -> bool {
-        matches!(self, Self::Networks(trusted) if trusted.contains(&Trusted::Unix))
+    /// Returns `true` if a peer without a recorded address counts as one on a unix socket.
+    pub(super) fn takes_unknown_for_unix(&self) -> bool {
+        match self {
+            Self::Networks(trusted) => trusted.contains(&Trusted::Unix),
+            Self::Hops(_) => true,
+        }
     }
+}
+
+pub(super) fn covers(trusted: &[Trusted], hop: Peer) -> bool {
+    trusted.iter().any(|trusted| trusted.covers(hop))
 }
 
 /// Returns `true` if these networks together cover all IPv4 addresses, or all IPv6 addresses.
 pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
     let networks = trusted.iter().filter_map(|trusted| match trusted {
         Trusted::Network(network) => Some(*network),
-        Trusted::Private | Trusted::Loopback | Trusted::Unix => None,
+        _ => None,
     });
     IpNet::aggregate(&networks.collect())
         .iter()
@@ -49,6 +56,8 @@ pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
 pub(super) enum Trusted {
     Private,
     Loopback,
+    LinkLocal,
+    Shared,
     Unix,
     Network(IpNet),
 }
@@ -64,6 +73,8 @@ impl Trusted {
         match self {
             Self::Private => is_private(address),
             Self::Loopback => address.is_loopback(),
+            Self::LinkLocal => is_link_local(address),
+            Self::Shared => is_shared(address),
             Self::Unix => false,
             Self::Network(network) => network.contains(&address),
         }
@@ -73,7 +84,7 @@ impl Trusted {
 pub(super) fn untrusted(text: &str, problem: &str) -> ConfigError {
     ConfigError::new(format!(
         "{:?} cannot be trusted: {problem}; write the proxies' network like `203.0.113.0/24`, an address, `private`, \
-         `loopback` or `unix`, or trust a number of hops",
+         `loopback`, `link-local`, `shared` or `unix`, or trust a number of hops",
         redacted(text)
     ))
 }
@@ -85,6 +96,8 @@ impl FromStr for Trusted {
         let network = match text {
             "private" => return Ok(Self::Private),
             "loopback" => return Ok(Self::Loopback),
+            "link-local" => return Ok(Self::LinkLocal),
+            "shared" => return Ok(Self::Shared),
             "unix" => return Ok(Self::Unix),
             _ => text
                 .parse()
@@ -114,6 +127,8 @@ impl fmt::Display for Trusted {
         match self {
             Self::Private => f.write_str("private"),
             Self::Loopback => f.write_str("loopback"),
+            Self::LinkLocal => f.write_str("link-local"),
+            Self::Shared => f.write_str("shared"),
             Self::Unix => f.write_str("unix"),
             Self::Network(network) if network.prefix_len() == network.max_prefix_len() => {
                 network.addr().fmt(f)
@@ -121,17 +136,4 @@ impl fmt::Display for Trusted {
             Self::Network(network) => network.fmt(f),
         }
     }
-}
-
-/// Converts a network of IPv4-mapped addresses to IPv4, since addresses are compared as IPv4.
-fn unmapped(network: IpNet) -> IpNet {
-    let IpNet::V6(v6) = network else {
-        return network.trunc();
-    };
-    let v4 = v6
-        .network()
-        .to_ipv4_mapped()
-        .zip(v6.prefix_len().checked_sub(96));
-    v4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok())
-        .map_or(network.trunc(), IpNet::V4)
 }

@@ -1,13 +1,18 @@
 //! Feature `serde`: tiers as a table.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::collections::hash_map::{Entry, HashMap};
 use std::fmt;
 use std::hash::Hash;
+use std::net::IpAddr;
+use std::sync::Arc;
 
+use ipnet::IpNet;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Unexpected, Visitor};
 use serde::ser::{Serialize, Serializer};
 
+use super::networks::{self, Networks};
 use super::{Plans, Tiers};
 use crate::error::ConfigError;
 use crate::limit::formats::{Field, Redacted, Setting};
@@ -24,21 +29,114 @@ struct Table {
     #[serde(default, deserialize_with = "tiers")]
     tiers: Choices<String>,
     #[serde(default, deserialize_with = "callers")]
-    callers: Choices<Key>,
+    callers: Callers,
+}
+
+#[derive(Default)]
+struct Callers {
+    keys: Choices<Key>,
+    networks: Networks,
+}
+
+/// The callers that one text names.
+#[derive(PartialEq, Eq, Hash)]
+enum Named {
+    Key(Key),
+    Networks(Vec<IpNet>),
 }
 
 fn tiers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<String>, D::Error> {
     deserializer.deserialize_any(Once {
         what: "tier",
-        shown: String::as_str,
+        shown: String::clone,
     })
 }
 
-fn callers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<Key>, D::Error> {
-    deserializer.deserialize_any(Once {
+fn callers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Callers, D::Error> {
+    let named = deserializer.deserialize_any(Once {
         what: "caller",
-        shown: Key::reveal,
-    })
+        shown: Named::to_string,
+    })?;
+    let mut callers = Callers::default();
+    for (named, policies) in named {
+        match named {
+            Named::Key(key) => drop(callers.keys.insert(key, policies)),
+            Named::Networks(listed) => {
+                for network in listed {
+                    if !callers.networks.insert(network, policies.clone()) {
+                        return Err(duplicate("caller", &shown(&network)));
+                    }
+                }
+            }
+        }
+    }
+    Ok(callers)
+}
+
+impl Setting for Named {
+    const EXPECTED: &'static str = "a caller's key in clear, addresses or networks such as `ip:192.0.2.7, ip:2001:db8::/32`, `secret:` \
+                                    followed by an API key, or `~` followed by 32 digits as in Redis";
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        let unknown = |_| ConfigError::choice("caller", text, Self::EXPECTED);
+        let list = text.replace(", ", ",");
+        let listed: Option<Vec<&str>> = list
+            .split(',')
+            .map(|caller| caller.strip_prefix("ip:"))
+            .collect();
+        match listed.as_deref() {
+            None | Some(["unix"]) => Key::read(text).map(Self::Key).map_err(unknown),
+            Some(listed) => {
+                let networks = listed.iter().map(|network| match parsed(network) {
+                    Some(network) => networks::valid(network),
+                    None => Err(ConfigError::choice("caller", text, Self::EXPECTED)),
+                });
+                networks.collect::<Result<_, _>>().map(Self::Networks)
+            }
+        }
+    }
+}
+
+/// Parses an address or a network, also in the form of a key with more than 64 bits.
+fn parsed(text: &str) -> Option<IpNet> {
+    let address = |text: &str| text.parse().ok().map(|address: IpAddr| address.into());
+    let in_redis = || {
+        let (digits, _) = text.split_once('/')?;
+        let is_address = digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_hexdigit());
+        if is_address {
+            Key::of_redis(&format!("ip:{text}"))?.to_network()
+        } else {
+            None
+        }
+    };
+    address(text)
+        .or_else(|| text.parse().ok())
+        .or_else(in_redis)
+}
+
+/// Returns the text of a network of callers.
+fn shown(network: &IpNet) -> String {
+    if network.prefix_len() == network.max_prefix_len() {
+        format!("ip:{}", network.addr())
+    } else {
+        format!("ip:{network}")
+    }
+}
+
+impl fmt::Display for Named {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Key(key) => f.write_str(key.reveal()),
+            Self::Networks(networks) => {
+                let networks: Vec<_> = networks.iter().map(shown).collect();
+                f.write_str(&networks.join(", "))
+            }
+        }
+    }
+}
+
+fn duplicate<E: Error>(what: &str, shown: &str) -> E {
+    E::custom(format_args!("duplicate {what} {shown:?}: remove one"))
 }
 
 impl<'de> Deserialize<'de> for Tiers {
@@ -52,7 +150,11 @@ impl<'de> Deserialize<'de> for Tiers {
             .into_iter()
             .map(|(name, policies)| (name.into(), policies))
             .collect();
-        Ok(Self::of(Plans { default, named }, callers))
+        let Callers { keys, networks } = callers;
+        Ok(Self {
+            networks: Arc::new(networks),
+            ..Self::of(Plans { default, named }, keys)
+        })
     }
 }
 
@@ -64,7 +166,7 @@ struct Written<'a> {
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     tiers: BTreeMap<&'a str, Choice<'a>>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    callers: BTreeMap<&'a str, Choice<'a>>,
+    callers: BTreeMap<Cow<'a, str>, Choice<'a>>,
 }
 
 impl Serialize for Tiers {
@@ -75,11 +177,17 @@ impl Serialize for Tiers {
             .iter()
             .map(|(name, policies)| (&**name, choice(policies)))
             .collect();
-        let callers = self
+        let networks = self
+            .networks
+            .iter()
+            .map(|(network, policies)| Ok((shown(network).into(), choice(policies))));
+        let keys = self
             .callers
             .iter()
-            .map(|(key, policies)| Ok((key.written()?, choice(policies))));
-        let callers = callers
+            .map(|(key, policies)| Ok((key.written()?.into(), choice(policies))));
+        // The last of two equal texts counts, and so does a key.
+        let callers = networks
+            .chain(keys)
             .collect::<Result<_, ConfigError>>()
             .map_err(serde::ser::Error::custom)?;
         Written {
@@ -124,7 +232,7 @@ impl Setting for Option<Policies> {
 struct Once<N> {
     what: &'static str,
     /// Formats a name without its secret.
-    shown: fn(&N) -> &str,
+    shown: fn(&N) -> String,
 }
 
 impl<'de, N: Setting + Eq + Hash> Visitor<'de> for Once<N> {
@@ -146,10 +254,7 @@ impl<'de, N: Setting + Eq + Hash> Visitor<'de> for Once<N> {
             match choices.entry(name) {
                 Entry::Vacant(entry) => entry.insert(map.next_value_seed(Field::new(""))?),
                 Entry::Occupied(entry) => {
-                    let (what, shown) = (self.what, (self.shown)(entry.key()));
-                    return Err(A::Error::custom(format_args!(
-                        "duplicate {what} {shown:?}: remove one"
-                    )));
+                    return Err(duplicate(self.what, &(self.shown)(entry.key())));
                 }
             };
         }

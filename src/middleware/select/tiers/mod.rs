@@ -1,5 +1,6 @@
 #[cfg(feature = "serde")]
 mod formats;
+mod networks;
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -8,13 +9,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use http::request::Parts;
+use ipnet::IpNet;
 
+use self::networks::Networks;
+use crate::error::ConfigError;
 use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
-use crate::observe::mistakes::{NO_TIER, UNKNOWN_TIER};
+use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
@@ -71,6 +75,7 @@ use crate::observe::mistakes::{NO_TIER, UNKNOWN_TIER};
 ///     [limits.callers]
 ///     tenant-7 = { name = "large", quota = "100000/min" }
 ///     "ip:192.0.2.7" = { name = "office", quota = "600/min" }
+///     "ip:10.0.0.0/8, ip:2001:db8::/32" = "exempt"
 ///     "~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c" = "exempt"
 ///     "#,
 /// )?;
@@ -85,10 +90,10 @@ use crate::observe::mistakes::{NO_TIER, UNKNOWN_TIER};
 /// | text | key |
 /// |---|---|
 /// | `tenant-7` | [`Key::new`] of that text |
-/// | `ip:192.0.2.7`, `ip:2001:db8::/64` | [`Key::ip`], or the key of a [`ClientIp`](crate::extract::ClientIp) with this prefix |
+/// | `ip:192.0.2.7`, `ip:10.0.0.0/8`, `ip:2001:db8::/32`, or a list of them | every [`Key::ip`] or [`Key::network`] in the [network](Self::network) |
 /// | `secret:sk-live-1` | [`Key::secret`] of the text after the colon. It is serialized in the next form |
 /// | `~` and 32 hexadecimal digits | a hashed key: a secret, or a long text |
-/// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of the comma-separated parts |
+/// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of the comma-separated parts. A part is a whole key, not a network of keys |
 /// | `*` | [`Key::GLOBAL`] |
 ///
 /// Similar texts are rejected, since no caller has such a key: an address without `ip:`, `IP:`,
@@ -102,14 +107,17 @@ pub struct Tiers {
     name: Arc<Name>,
     plans: Copies<Plans>,
     callers: Arc<HashMap<Key, Option<Policies>>>,
+    networks: Arc<Networks>,
     unknown: Arc<Unknown>,
 }
 
-/// Reports the first plan that is not listed, and that the first requests name no plan.
+/// Reports the first plan that is not listed, the first network without effect, and that the first
+/// requests name no plan.
 #[derive(Default)]
 struct Unknown {
     misses: Misses,
     reported: AtomicBool,
+    narrow_reported: AtomicBool,
 }
 
 type Name = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
@@ -149,6 +157,7 @@ impl Tiers {
             name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
             plans: Copies::new(|| plans.copy()),
             callers: Arc::new(callers),
+            networks: Arc::default(),
             unknown: Arc::default(),
         }
     }
@@ -196,6 +205,59 @@ impl Tiers {
     pub fn exempt_caller(mut self, key: Key) -> Self {
         Arc::make_mut(&mut self.callers).insert(key, None);
         self
+    }
+
+    /// Sets the policies of all callers whose addresses are in `network`, in every plan: the keys of
+    /// [`PeerIp`](crate::extract::PeerIp) and [`ClientIp`](crate::extract::ClientIp), or [`Key::ip`].
+    /// The policies of a [caller](Self::caller) take precedence, then the longest network. A
+    /// later call for the same network replaces them.
+    ///
+    /// A network contains whole keys only: an IPv6 key is a /64 by default, so a longer IPv6 network
+    /// applies to nothing, which the first request from such a key
+    /// [reports](crate::observe::Observer::misconfigured). The cost of a lookup depends on the number
+    /// of different prefix lengths, not of networks.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::select::Tiers;
+    /// # use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// # let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_minute(limit));
+    /// let tiers = Tiers::new(policy("public", 60)?)
+    ///     .network("203.0.113.0/24".parse()?, policy("office", 6_000)?)?
+    ///     .exempt_network("10.0.0.0/8".parse()?)?;
+    /// # let _ = tiers;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// For an address within a network, such as `10.0.0.1/8`, and for a network of all addresses.
+    pub fn network(
+        self,
+        network: IpNet,
+        policies: impl Into<Policies>,
+    ) -> Result<Self, ConfigError> {
+        self.insert_network(network, Some(policies.into()))
+    }
+
+    /// Exempts all callers in a [network](Self::network) in every plan.
+    ///
+    /// # Errors
+    ///
+    /// As [`network`](Self::network).
+    #[doc(alias = "allowlist")]
+    pub fn exempt_network(self, network: IpNet) -> Result<Self, ConfigError> {
+        self.insert_network(network, None)
+    }
+
+    fn insert_network(
+        mut self,
+        network: IpNet,
+        policies: Option<Policies>,
+    ) -> Result<Self, ConfigError> {
+        let network = networks::valid(network)?;
+        Arc::make_mut(&mut self.networks).insert(network, policies);
+        Ok(self)
     }
 
     /// Sets how the plan of a request is found, instead of a [`Tier`] in its extensions. Do not let clients choose
@@ -266,6 +328,20 @@ impl Unknown {
         );
         self.misses.report(&problem);
     }
+
+    #[cold]
+    fn report_narrow(&self, networks: &Networks, caller: IpNet) {
+        if let Some(network) = networks.narrower(caller)
+            && !self.narrow_reported.swap(true, Relaxed)
+        {
+            let problem = format!(
+                "the policies of the network {network} apply to nothing: it is a part of one caller, whose key is a network of {} bits: \
+                 use a network of at most that length, or a longer `ipv6_prefix` of the `ClientIp`{NARROW_NETWORK}",
+                caller.prefix_len()
+            );
+            self.misses.report(&problem);
+        }
+    }
 }
 
 /// The problem that no request named its plan.
@@ -284,6 +360,18 @@ impl PolicySelector for Tiers {
             && let Some(own) = key.and_then(|key| self.callers.get(key))
         {
             return own.clone();
+        }
+        if !self.networks.is_empty()
+            && let Some(caller) = key.and_then(Key::to_network)
+        {
+            if let Some(own) = self.networks.find(caller) {
+                return own.clone();
+            }
+            if caller.prefix_len() < caller.max_prefix_len()
+                && !self.unknown.narrow_reported.load(Relaxed)
+            {
+                self.unknown.report_narrow(&self.networks, caller);
+            }
         }
         let plans = self.plans.current();
         let name = (self.name)(request);
@@ -318,7 +406,8 @@ impl fmt::Debug for Tiers {
         tiers
             .field("default", default)
             .field("named", named)
-            .field("callers", &self.callers.len());
+            .field("callers", &self.callers.len())
+            .field("networks", &self.networks.len());
         tiers.finish_non_exhaustive()
     }
 }
