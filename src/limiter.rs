@@ -9,7 +9,7 @@ use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, Store, flush};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues};
 
@@ -283,7 +283,7 @@ impl<S: Store> Limiter<S> {
     ///
     /// Outside of a Tokio runtime.
     pub async fn flush(&self) -> bool {
-        self.in_flight.ops().flush().await
+        flush(&self.store, Some(self.in_flight.ops())).await
     }
 
     /// Takes `cost`, waiting up to `max` if necessary.

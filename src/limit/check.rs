@@ -32,6 +32,8 @@ pub struct Check {
     cost: u32,
     /// Whether the charge is settled later.
     reserves: bool,
+    /// Whether it was sent before.
+    is_repeat: bool,
     /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
     leasing: Leasing,
@@ -196,6 +198,7 @@ impl Check {
             mode,
             cost,
             reserves: false,
+            is_repeat: false,
             slot,
             leasing: Leasing::Possible,
             extra: None,
@@ -325,6 +328,21 @@ impl Check {
     #[inline]
     pub(crate) fn gives_room(&self) -> bool {
         matches!(self.mode, Mode::Refund | Mode::Reset | Mode::Release)
+    }
+
+    /// Marks a check that was sent before.
+    pub(crate) fn repeated(self) -> Self {
+        Self {
+            is_repeat: true,
+            ..self
+        }
+    }
+
+    /// Returns `true` if later checks of the caller must not overtake the check: it gives something back for the first
+    /// time.
+    #[inline]
+    pub(crate) fn holds_back_later(&self) -> bool {
+        self.gives_room() && !self.is_repeat
     }
 
     /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.

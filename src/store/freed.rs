@@ -1,4 +1,5 @@
-//! Wakes the waiters of this process when something was refunded, released or forgotten in their store.
+//! Wakes the waiters of this process when something was refunded, released or forgotten in their store, and lists the
+//! queues of operations that this process owes the store.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,10 +9,12 @@ use std::sync::{Arc, Mutex};
 use smallvec::SmallVec;
 use tokio::sync::Notify;
 
+use crate::background::{OpQueue, WeakOpQueue};
 use crate::limit::{Check, Key, Policies};
 use crate::util::lock;
 
-/// The requests of this process that wait for what a [`Store`](crate::store::Store) counts. Clones share them.
+/// The requests of this process that wait for what a [`Store`](crate::store::Store) counts, and the charges, refunds and
+/// releases that the process still owes the store, for [`flush`](crate::store::Store::flush). Clones share them.
 #[derive(Clone, Default)]
 pub struct Waiters(Arc<Inner>);
 
@@ -21,6 +24,8 @@ struct Inner {
     each: Mutex<HashMap<Key, Vec<Waiter>>>,
     /// Number of them: without waiters there is no search.
     count: AtomicUsize,
+    /// The queues of all layers and limiters over the store.
+    queues: Mutex<Vec<WeakOpQueue>>,
 }
 
 /// The policies under which a request waits, and what wakes it.
@@ -70,6 +75,26 @@ impl Waiters {
         }
     }
 
+    /// Adds a queue of the store's operations.
+    pub(crate) fn add_queue(&self, queue: &OpQueue) {
+        let queues = &mut *lock(&self.0.queues);
+        // Before the list grows, so that layers that come and go do not fill it.
+        if queues.len() == queues.capacity() {
+            queues.retain(|queue| !queue.is_dropped());
+        }
+        queues.push(queue.downgrade());
+    }
+
+    /// Returns the number of operations that this process owes the store.
+    pub(crate) fn owed(&self) -> usize {
+        let queues: Vec<OpQueue> = {
+            let queues = lock(&self.0.queues);
+            queues.iter().filter_map(WeakOpQueue::upgrade).collect()
+        };
+        // Outside of the lock, as an operation that is dropped with its queue may run code of its executor.
+        queues.iter().map(OpQueue::owed).sum()
+    }
+
     /// Identifies the store while these waiters exist.
     pub(crate) fn identity(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
@@ -105,7 +130,7 @@ impl fmt::Debug for Waiters {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let Inner { each, count } = &*self.waiters.0;
+        let Inner { each, count, .. } = &*self.waiters.0;
         count.fetch_sub(1, Ordering::AcqRel);
         let each = &mut *lock(each);
         if let Some(of_caller) = each.get_mut(&self.key) {

@@ -4,7 +4,7 @@
 //! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost or more under the same
 //! policies, a larger cost [with its own wait](crate::limit::Verdict::wait_of_larger) if that is known. [`MAX_AGE`]
 //! bounds how long a refund or reset by another instance goes unseen; this instance's own ones drop the caller's
-//! denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id are never answered
+//! denials when they are queued, and again after the reply. The cache keeps one denial per caller and list of policies. Checks with an id are never answered
 //! from it: the id may have been granted before.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
@@ -31,8 +31,9 @@ pub(super) struct DenialCache {
 #[derive(Debug)]
 struct Shard {
     callers: BoundedMap<Caller>,
-    /// Time of the last refund or reset. A call sent before that may report an outdated denial.
-    freed_at: i64,
+    /// Time of the last refund or reset of the callers with the same [`slot`](freed_slot). A check that was queued before
+    /// that may report an outdated denial.
+    freed_at: [i64; FREED],
 }
 
 #[derive(Debug)]
@@ -64,6 +65,8 @@ const MAX_LISTS: usize = 16;
 const MAX_HITS: u8 = 15;
 /// Maximum age of a denial in microseconds.
 const MAX_AGE: i64 = 1_000_000;
+/// Number of groups of a shard's callers: a refund delays the next denial of its whole group.
+const FREED: usize = 64;
 
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
@@ -71,7 +74,7 @@ impl DenialCache {
         let shard = |shards| {
             RwLock::new(Shard {
                 callers: BoundedMap::new(max.div_ceil(shards)),
-                freed_at: i64::MIN,
+                freed_at: [i64::MIN; FREED],
             })
         };
         let shards = Shards::new(bounded_map::shards(SHARDS, max), shard);
@@ -105,26 +108,28 @@ impl DenialCache {
         Some(denial.verdicts_on(needs, now))
     }
 
-    /// Records Redis's denial of a check whose call was sent at `sent`, if it can answer other checks.
-    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: Instant) {
+    /// Records Redis's denial of a check, if it can answer other checks. The check was queued at `queued`, and its call
+    /// was sent at `sent`.
+    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, queued: Instant, sent: Instant) {
         if !self.is_on {
             return;
         }
+        let queued = self.clock.micros_at(queued);
         if let Some(denial) = Denial::new(check, verdicts, self.clock.micros_at(sent)) {
             self.change(check.key(), |shard, caller, now| {
-                if denial.sent > shard.freed_at && denial.expires_at > now {
+                if queued > shard.freed_at[freed_slot(caller)] && denial.expires_at > now {
                     shard.remember(caller, denial, now);
                 }
             });
         }
     }
 
-    /// Drops the denials of a caller whose check may have freed capacity.
-    pub(super) fn forget(&self, check: &Check) {
+    /// Drops the denials of a caller whose check will free capacity, or may have freed it.
+    pub(super) fn forget(&self, caller: &Key) {
         if self.is_on {
-            self.change(check.key(), |shard, caller, now| {
+            self.change(caller, |shard, caller, now| {
                 shard.callers.remove(caller);
-                shard.freed_at = now;
+                shard.freed_at[freed_slot(caller)] = now;
             });
         }
     }
@@ -141,6 +146,11 @@ impl DenialCache {
                 .fetch_add(after.wrapping_sub(before), Relaxed);
         }
     }
+}
+
+/// The group of a caller within its shard. It uses the word that selects no shard.
+fn freed_slot(caller: Digest) -> usize {
+    caller.hash() as usize % FREED
 }
 
 impl Shard {
@@ -280,7 +290,7 @@ mod tests {
     }
 
     fn deny(denials: &DenialCache, check: &Check) {
-        denials.learn(check, &denied(HOUR), instant());
+        denials.learn(check, &denied(HOUR), instant(), instant());
     }
 
     fn count(denials: &DenialCache) -> usize {
@@ -301,7 +311,7 @@ mod tests {
             (Verdict::NEVER, MAX_AGE),
         ] {
             let denials = DenialCache::new(10);
-            denials.learn(&check, &denied(wait), instant());
+            denials.learn(&check, &denied(wait), instant(), instant());
             for (rest, is_known) in [(holds - 1_000, true), (1_000, false)] {
                 tokio::time::advance(std::time::Duration::from_micros(rest as u64)).await;
                 assert_eq!(
@@ -374,7 +384,7 @@ mod tests {
             .map(|i| Key::new(i.to_string()))
             .chain([Key::GLOBAL])
         {
-            denials.forget(&Check::reset(key, &lists[0]));
+            denials.forget(&key);
         }
         assert_eq!(
             (count(&denials), denials.caller_count.load(Relaxed)),

@@ -1,10 +1,9 @@
 //! The queues of unsent checks, one for each runtime and node; a queued check ([`Job`]); and the future that its caller
 //! awaits ([`RedisFuture`]).
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::convert::Infallible;
 use std::future::Future;
-use std::mem;
 use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,9 +15,9 @@ use tokio::time::Instant;
 
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Frees, Mode};
+use crate::limit::{Check, Decision, Frees, Key, Mode};
 use crate::store::redis::topology::{Node, Pool};
-use crate::util::{instant, polled_after_completion};
+use crate::util::{RandomState, instant, polled_after_completion};
 
 #[derive(Default)]
 pub(super) struct Queues {
@@ -36,6 +35,9 @@ pub(super) struct NodeQueue {
     pub(super) runtime: Id,
     pub(super) target: Option<Target>,
     pub(super) jobs: Queue<Job>,
+    /// The callers with a [give-back](Check::holds_back_later) in the batch of a worker. Their other checks wait for its
+    /// reply, since another connection might overtake it.
+    giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
     /// Dropped with the store, which ends the task that waits for the runtime to shut down.
@@ -50,6 +52,54 @@ pub(super) struct Target {
 }
 
 impl NodeQueue {
+    /// Creates a queue. If `_store` is dropped, its watch ends.
+    pub(super) fn new(
+        number: NonZeroU64,
+        runtime: Id,
+        target: Option<Target>,
+        jobs: Queue<Job>,
+        _store: oneshot::Sender<Infallible>,
+    ) -> Self {
+        Self {
+            number,
+            runtime,
+            target,
+            jobs,
+            giving_back: HashSet::default(),
+            idle: vec![],
+            _store,
+        }
+    }
+
+    /// Moves checks to the batch of a worker, like [`Queue::take`]. `callers` are those that the worker's last batch
+    /// has held back, and then those of this one.
+    pub(super) fn take(
+        &mut self,
+        max: usize,
+        callers: &mut Vec<Key>,
+        to: &mut Vec<Job>,
+    ) -> Option<usize> {
+        self.let_go(callers);
+        let Self {
+            jobs, giving_back, ..
+        } = self;
+        let is_held = |job: &Job| !giving_back.is_empty() && giving_back.contains(job.check.key());
+        let left = jobs.take(max, |job| job.weight as usize, is_held, to)?;
+        for job in to.iter().filter(|job| job.check.holds_back_later()) {
+            if self.giving_back.insert(*job.check.key()) {
+                callers.push(*job.check.key());
+            }
+        }
+        Some(left)
+    }
+
+    /// Lets the checks of these callers pass: the batch with their give-backs has been answered, or has failed.
+    pub(super) fn let_go(&mut self, callers: &mut Vec<Key>) {
+        for caller in callers.drain(..) {
+            self.giving_back.remove(&caller);
+        }
+    }
+
     pub(super) fn is_of(&self, runtime: Id, node: Option<Node>) -> bool {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
@@ -94,6 +144,13 @@ impl Queues {
         self.each
             .iter()
             .any(|queue| queue.number == id.queue && queue.jobs.has(id.number))
+            || self.have_held(id)
+    }
+
+    /// Returns `true` if a worker has put the job back.
+    fn have_held(&self, id: JobId) -> bool {
+        let mut held = self.each.iter().flat_map(|queue| &queue.jobs.held);
+        held.any(|job| job.id == Some(id))
     }
 
     /// Returns `true` if the job is in any queue, possibly after a redirection.
@@ -134,6 +191,9 @@ impl Queues {
 #[derive(Debug)]
 pub(super) struct Queue<J> {
     jobs: VecDeque<J>,
+    /// Jobs that a worker has put back, because another worker's batch holds them back. That worker takes them when its
+    /// batch has ended.
+    held: Vec<J>,
     max_jobs: usize,
     /// Number of jobs that have left the queue. Jobs are numbered in order of arrival, so this is the number of the
     /// oldest queued job.
@@ -153,6 +213,7 @@ impl<J> Queue<J> {
     pub(super) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
         Self {
             jobs: VecDeque::new(),
+            held: vec![],
             max_jobs,
             left: 0,
             workers: 0,
@@ -167,7 +228,7 @@ impl<J> Queue<J> {
     ///
     /// [`Full`].
     pub(super) fn push(&mut self, job: J) -> Result<bool, Full> {
-        if self.jobs.len() >= self.max_jobs {
+        if self.waiting() >= self.max_jobs {
             return Err(Full);
         }
         Ok(self.put(job))
@@ -184,12 +245,17 @@ impl<J> Queue<J> {
 
     /// The queued jobs.
     pub(super) fn iter(&self) -> impl Iterator<Item = &J> {
-        self.jobs.iter()
+        self.held.iter().chain(&self.jobs)
+    }
+
+    /// The number of queued jobs.
+    fn waiting(&self) -> usize {
+        self.held.len() + self.jobs.len()
     }
 
     /// Returns `true` if no job is queued and no worker runs.
     pub(super) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.workers == 0
+        self.waiting() == 0 && self.workers == 0
     }
 
     /// The number of the next job.
@@ -202,53 +268,67 @@ impl<J> Queue<J> {
         (self.left..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Returns the
-    /// number of jobs left.
+    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Puts those
+    /// back that are held, which a later call moves. Returns the number of jobs left.
     ///
-    /// Returns `None` if no job was queued: the worker is subtracted, and must end.
+    /// Returns `None` if no job was moved: the worker is subtracted, and must end. A job that is held is moved by the
+    /// worker that holds it back, when its batch has ended.
     pub(super) fn take(
         &mut self,
         max: usize,
         weight: impl Fn(&J) -> usize,
+        is_held: impl Fn(&J) -> bool,
         to: &mut Vec<J>,
     ) -> Option<usize> {
-        if self.jobs.is_empty() {
-            self.workers -= 1;
-            return None;
-        }
-        let mut left = max;
-        let fits = |job: &&J| {
-            let rest = left.checked_sub(weight(job));
+        let before = to.len();
+        let (mut left, mut is_first) = (max, true);
+        let mut fits = |job: &J| {
+            let rest = left.checked_sub(weight(job)).or(is_first.then_some(0));
+            is_first = false;
             left = rest.unwrap_or(0);
             rest.is_some()
         };
-        let count = self.jobs.iter().take_while(fits).count().max(1);
-        to.extend(self.jobs.drain(..count));
-        self.left += count as u64;
-        Some(self.jobs.len())
+        let freed = self.held.extract_if(.., |job| !is_held(job) && fits(job));
+        to.extend(freed);
+        while let Some(job) = self.jobs.front() {
+            let is_held = is_held(job);
+            if !is_held && !fits(job) {
+                break;
+            }
+            let to = if is_held { &mut self.held } else { &mut *to };
+            to.extend(self.jobs.pop_front());
+            self.left += 1;
+        }
+        if to.len() == before {
+            self.workers -= 1;
+            return None;
+        }
+        Some(self.waiting())
     }
 
     /// Moves all jobs to a worker that fails them together with the jobs that it could not send.
     pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
         self.left = self.next_number();
-        to.extend(self.jobs.drain(..));
+        to.extend(self.held.drain(..).chain(self.jobs.drain(..)));
     }
 
     /// Subtracts a worker that was dropped. If it was the last one, returns the queued jobs, which must be failed:
     /// another push might never come.
     #[must_use]
-    pub(super) fn leave(&mut self) -> VecDeque<J> {
+    pub(super) fn leave(&mut self) -> Vec<J> {
         self.workers -= 1;
-        if self.workers > 0 {
-            return VecDeque::new();
+        let mut left = vec![];
+        if self.workers == 0 {
+            self.take_all(&mut left);
         }
-        self.left = self.next_number();
-        mem::take(&mut self.jobs)
+        left
     }
 
     /// The jobs of a queue whose workers have all ended.
-    pub(super) fn into_jobs(self) -> VecDeque<J> {
-        self.jobs
+    pub(super) fn into_jobs(mut self) -> Vec<J> {
+        let mut left = vec![];
+        self.take_all(&mut left);
+        left
     }
 }
 
@@ -463,7 +543,7 @@ mod tests {
                         .queue
                         .lock()
                         .unwrap()
-                        .take(1, |_| 1, &mut jobs)
+                        .take(1, |_| 1, |_| false, &mut jobs)
                         .is_none()
                 {
                     return;
@@ -475,7 +555,7 @@ mod tests {
                 .queue
                 .lock()
                 .unwrap()
-                .take(1, |_| 1, &mut jobs)
+                .take(1, |_| 1, |_| false, &mut jobs)
                 .is_some()
             {
                 if matches!(fate, Fate::Fails) {
@@ -536,7 +616,9 @@ mod tests {
             .for_each(|weight| drop(queue.push(weight)));
         let mut take = || {
             let mut taken = vec![];
-            queue.take(5, |weight| *weight, &mut taken).map(|_| taken)
+            queue
+                .take(5, |weight| *weight, |_| false, &mut taken)
+                .map(|_| taken)
         };
         assert_eq!(
             [take(), take(), take(), take(), take()].map(Option::unwrap_or_default),
@@ -552,6 +634,26 @@ mod tests {
         let mut queue = Queue::new(10, 2, 0);
         let starts: Vec<bool> = (0..3).map(|job| queue.push(job).unwrap()).collect();
         assert_eq!(starts, [true, true, false]);
+    }
+
+    #[test]
+    fn held_jobs_come_first_when_they_are_free() {
+        let mut queue = Queue::new(4, 2, 0);
+        [1, 2, 3, 1]
+            .into_iter()
+            .for_each(|job| drop(queue.push(job)));
+        let mut take = |max, held: &[i32]| {
+            let mut taken = vec![];
+            let left = queue.take(max, |_| 1, |job| held.contains(job), &mut taken);
+            let is_full = queue.push(9).is_err();
+            queue.jobs.retain(|job| *job != 9);
+            (left, taken, is_full)
+        };
+        assert_eq!(take(1, &[1]), (Some(3), vec![2], false));
+        assert_eq!(take(9, &[1]), (Some(2), vec![3], false));
+        assert_eq!(take(9, &[1]), (None, vec![], false), "the worker ends");
+        assert_eq!(take(1, &[]), (Some(1), vec![1], false));
+        assert_eq!(take(9, &[]), (Some(0), vec![1], false));
     }
 
     /// A job is either withdrawn by its caller or taken by a worker.
@@ -573,7 +675,7 @@ mod tests {
                     .queue
                     .lock()
                     .unwrap()
-                    .take(1, |_| 1, &mut jobs)
+                    .take(1, |_| 1, |_| false, &mut jobs)
                     .is_some()
                 {
                     worker.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));

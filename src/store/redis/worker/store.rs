@@ -148,6 +148,10 @@ impl Hooks for RedisStore {
         Some(topology.address(topology.node(topology.partition(key))))
     }
 
+    fn failed(&self, error: &StoreError) {
+        self.inner.failed(error);
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner.observer.get_or_init(|| Arc::clone(observer));
     }
@@ -265,17 +269,8 @@ impl Shared {
             queue_number: number,
             store,
         };
-        (
-            NodeQueue {
-                number,
-                runtime: runtime.id(),
-                target,
-                jobs,
-                idle: vec![],
-                _store,
-            },
-            watch,
-        )
+        let queue = NodeQueue::new(number, runtime.id(), target, jobs, _store);
+        (queue, watch)
     }
 
     /// Answers a check from the cached denials, or queues it.
@@ -284,8 +279,15 @@ impl Shared {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
         let partition = self.topology.partition(check.key());
+        let giver = check.gives_room().then_some(*check.key());
         match self.enqueue(check, partition) {
-            Ok(future) => Answer::pending(future),
+            Ok(future) => {
+                // After it is queued: a denial of a check that is queued before it must not be cached.
+                if let Some(caller) = giver {
+                    self.denials.forget(&caller);
+                }
+                Answer::pending(future)
+            }
             Err(error) => Answer::ready(Err(error.not_sent())),
         }
     }
@@ -439,15 +441,16 @@ impl Shared {
         {
             self.lacks_right(error);
         }
+        let queued_at = job.since;
         job.answer(|check| {
             if check.gives_room() {
                 // Also after an error: Redis may have run the check.
-                self.denials.forget(&check);
+                self.denials.forget(check.key());
                 self.waiters.freed(&check);
             } else if let Ok(verdicts) = &verdicts
                 && !verdicts.each.iter().all(Verdict::is_allowed)
             {
-                self.denials.learn(&check, verdicts, sent_at);
+                self.denials.learn(&check, verdicts, queued_at, sent_at);
             }
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
