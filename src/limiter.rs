@@ -258,10 +258,9 @@ impl<S: Store> Limiter<S> {
         async { answer.await.map(Applied) }
     }
 
-    /// Waits until the store has replied to all charges, refunds and releases of this limiter's
-    /// [reservations](Self::reserve), for at most 1 s. Returns `false` if some are still pending. Call it at the end of
-    /// a process, which loses pending ones. In an outage, a [`Fallback`](crate::Fallback) accepts them, and loses them
-    /// with the process.
+    /// Waits until this process owes the store nothing, for at most 1 s: [`Store::flush`]. That includes this limiter's
+    /// [reservations](Self::reserve), and the operations of other limiters and layers over the store. Returns `false` if something
+    /// is left. Call it at the end of a process, which loses the rest.
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
@@ -278,10 +277,6 @@ impl<S: Store> Limiter<S> {
     ///     Ok(())
     /// }
     /// ```
-    ///
-    /// # Panics
-    ///
-    /// Outside of a Tokio runtime.
     pub async fn flush(&self) -> bool {
         flush(&self.store, Some(self.in_flight.ops())).await
     }

@@ -1,4 +1,4 @@
-//! Waits for what this process owes a store.
+//! Waits for the operations that this process owes a store.
 
 use std::io;
 use std::time::Duration;

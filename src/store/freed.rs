@@ -13,7 +13,7 @@ use crate::background::{OpQueue, WeakOpQueue};
 use crate::limit::{Check, Key, Policies};
 use crate::util::lock;
 
-/// The requests of this process that wait for what a [`Store`](crate::store::Store) counts, and the charges, refunds and
+/// The requests of this process that wait for capacity in a [`Store`](crate::store::Store), and the charges, refunds and
 /// releases that the process still owes the store, for [`flush`](crate::store::Store::flush). Clones share them.
 #[derive(Clone, Default)]
 pub struct Waiters(Arc<Inner>);

@@ -129,7 +129,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// slots, and for the second release of a slot whose take was not answered, half a second after the first one. The
     /// blocks of a [`Leased`](crate::Leased) store return only in its [`shutdown`](crate::Leased::shutdown).
     ///
-    /// The default uses the hooks of [`backend`](Self::backend): a custom store has them if it has [`Waiters`].
+    /// The default uses the hooks of [`backend`](Self::backend): a custom store needs [`Waiters`] there.
     ///
     /// ```
     /// use tower_redis_ratelimit::store::Store;
