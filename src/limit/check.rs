@@ -32,13 +32,23 @@ pub struct Check {
     cost: u32,
     /// Whether the charge is settled later.
     reserves: bool,
-    /// Whether it was sent before.
-    is_repeat: bool,
+    sender: Sender,
     /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
     leasing: Leasing,
     /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
+}
+
+/// The sender of a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sender {
+    /// A request, which awaits the reply.
+    Request,
+    /// The queue of background operations.
+    Background,
+    /// The queue of background operations, not for the first time.
+    Retry,
 }
 
 /// How a check takes part in [leased](crate::Leased) quota.
@@ -198,7 +208,7 @@ impl Check {
             mode,
             cost,
             reserves: false,
-            is_repeat: false,
+            sender: Sender::Request,
             slot,
             leasing: Leasing::Possible,
             extra: None,
@@ -330,19 +340,27 @@ impl Check {
         matches!(self.mode, Mode::Refund | Mode::Reset | Mode::Release)
     }
 
-    /// Marks a check that was sent before.
-    pub(crate) fn repeated(self) -> Self {
-        Self {
-            is_repeat: true,
-            ..self
-        }
+    /// Marks a check that no request awaits, which may have been sent before.
+    pub(crate) fn in_background(self, is_retry: bool) -> Self {
+        let sender = if is_retry {
+            Sender::Retry
+        } else {
+            Sender::Background
+        };
+        Self { sender, ..self }
+    }
+
+    /// Returns `true` if the check may be sent a little later, together with others.
+    #[inline]
+    pub(crate) fn is_patient(&self) -> bool {
+        self.sender != Sender::Request
     }
 
     /// Returns `true` if later checks of the caller must not overtake the check: it gives something back for the first
     /// time.
     #[inline]
     pub(crate) fn holds_back_later(&self) -> bool {
-        self.gives_room() && !self.is_repeat
+        self.gives_room() && self.sender != Sender::Retry
     }
 
     /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.

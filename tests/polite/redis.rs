@@ -2,10 +2,13 @@
 
 use std::net::SocketAddr;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
+use axum::extract::Request;
 use axum::routing::get;
 use futures_util::future::join_all;
 use futures_util::stream;
@@ -14,9 +17,10 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::time::sleep;
+use tower::ServiceExt;
 use tower_redis_ratelimit::extract::HeaderKey;
-use tower_redis_ratelimit::settle::{RequestCost, Settlement};
-use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::settle::Settlement;
+use tower_redis_ratelimit::store::{AnyStore, Store};
 use tower_redis_ratelimit::{
     Fallback, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy,
 };
@@ -140,13 +144,15 @@ async fn denied(connections: &mut [Connection], path: &str, user: &str) -> usize
     denied
 }
 
-/// Sends the requests of one client to each path: on one connection, and on two in turn.
+/// Sends the requests of one client to each path: on one connection, and on two in turn. The client is new, since another
+/// store may still release what an earlier client had.
 async fn is_never_denied(app: Router, what: &str) {
     let address = serve(app).await;
+    let user = what.replace(' ', "-");
     for connections in 1..=2 {
         for path in ["/", "/stream", "/empty"] {
             let mut connections = join_all((0..connections).map(|_| Connection::to(address))).await;
-            let denied = denied(&mut connections, path, "ann").await;
+            let denied = denied(&mut connections, path, &user).await;
             let count = connections.len();
             assert_eq!(
                 denied, 0,
@@ -162,6 +168,108 @@ async fn a_client_with_one_slot_is_served() {
     for connections in [1, 2, 8] {
         let app = held(store(&server, connections), in_flight("x", 1));
         is_never_denied(app, &format!("{connections} connections")).await;
+    }
+}
+
+/// Sends requests of busy callers, one connection each, until this is dropped.
+fn busy(address: SocketAddr) -> watch::Sender<()> {
+    let (running, stopped) = watch::channel(());
+    for caller in 0..BUSY {
+        let mut stopped = stopped.clone();
+        let requests = async move {
+            let mut connection = Connection::to(address).await;
+            loop {
+                connection.send("/", &format!("busy{caller}")).await;
+            }
+        };
+        tokio::spawn(async move {
+            tokio::select! {
+                () = requests => {}
+                _ = stopped.changed() => {}
+            }
+        });
+    }
+    running
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn busy_callers_delay_no_release() {
+    let server = RedisServer::start();
+    for connections in [1, 2, 8] {
+        for app in [
+            held(store(&server, connections), in_flight("x", 1)),
+            only_failures(store(&server, connections), attempts(2)),
+        ] {
+            let address = serve(app).await;
+            let _busy = busy(address);
+            let mut client = [Connection::to(address).await];
+            let user = format!("ann{connections}");
+            let denied = denied(&mut client, "/", &user).await;
+            assert_eq!(denied, 0, "{connections} connections");
+        }
+    }
+}
+
+/// A client with one request more than its slots is denied until one ends, and not after the wait that it was told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_denied_client_is_served_after_its_wait() {
+    let server = RedisServer::start();
+    let (end, ended) = watch::channel(false);
+    let (running, mut started) = watch::channel(0);
+    let hold = get(async move || {
+        running.send_modify(|running| *running += 1);
+        ended.clone().wait_for(|ended| *ended).await.unwrap();
+    });
+    let layer = RateLimitLayer::new(store(&server, 2), user(), in_flight("x", 4)).until_body_end();
+    let address = serve(routes().route("/hold", hold).layer(layer)).await;
+    let hold = move || async move { Connection::to(address).await.send("/hold", "ann").await };
+    let held: Vec<_> = (0..4).map(|_| tokio::spawn(hold())).collect();
+    started.wait_for(|started| *started == 4).await.unwrap();
+    let mut client = Connection::to(address).await;
+    let (status, retry_after) = client.send("/", "ann").await;
+    assert_eq!((status, retry_after), (429, 1));
+    end.send_replace(true);
+    for request in held {
+        assert_eq!(request.await.unwrap().0, 200);
+    }
+    sleep(Duration::from_secs(retry_after)).await;
+    assert_eq!(denied(&mut [client], "/", "ann").await, 0);
+}
+
+/// A release is for all layers over the store, also behind a fallback and under several policies.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_layer_sees_what_another_gives_back() {
+    let server = RedisServer::start();
+    let quota = || Policy::new("quota", Strategy::Gcra, "10000/s".parse().unwrap()).unwrap();
+    let both = Policies::new([attempts(1), quota()]).unwrap();
+    let redis = store(&server, 2);
+    let patient = |store| {
+        let store = Fallback::new(store, LocalStore::default());
+        store.deadline(Duration::from_secs(20))
+    };
+    let two_layers = only_failures(redis.clone(), attempts(1))
+        .layer(RateLimitLayer::new(redis.clone(), user(), in_flight("x", 1)).until_body_end());
+    // Each request uses the other one of two routers with the same policy.
+    let turn = Arc::new(AtomicUsize::new(0));
+    let routers = [(), ()].map(|()| held(redis.clone(), in_flight("y", 1)));
+    let in_turn = Router::new().fallback(move |request: Request| {
+        let turn = turn.fetch_add(1, Relaxed);
+        routers[turn % 2].clone().oneshot(request)
+    });
+    for (app, what) in [
+        (only_failures(redis.clone(), both), "two policies"),
+        (two_layers, "two layers"),
+        (in_turn, "two services in turn"),
+        (
+            held(patient(redis.clone()), in_flight("z", 1)),
+            "a fallback",
+        ),
+        (
+            held(AnyStore::from(patient(redis)), in_flight("u", 1)),
+            "any store",
+        ),
+    ] {
+        is_never_denied(app, what).await;
     }
 }
 

@@ -42,7 +42,7 @@ use crate::util::{contain, instant, lock, polled_after_completion};
 /// Sends operations to one store, and reports failures to the observer. Clones share the queue.
 ///
 /// - **Order.** The store gets each operation immediately, so that no later check of the caller overtakes it there. Only if
-///   [`MAX_FLIGHTS`] have no reply yet, further ones wait; renewals, which nobody waits for, use half of that room.
+///   [`MAX_FLIGHTS`] have no reply yet, further ones wait. Renewals use half of that room.
 /// - **Retries.** An operation that was certainly not sent is retried until it has expired. If it may have been executed, only a
 ///   release is retried, because it may be executed twice. See [`PendingOp::after_reply`].
 /// - **Reports.** The observer is notified of each operation that is given up, for one of three reasons: it is unsent and

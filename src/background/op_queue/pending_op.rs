@@ -189,10 +189,12 @@ impl PendingOp {
             Kind::Check(check) => check.clone(),
             Kind::Refund { charge, part } => charge.refund(*part, now)?,
         };
-        Some(if self.is_repeat {
-            check.repeated()
-        } else {
+        // A request or a block may wait for a take.
+        let is_awaited = matches!(check.mode(), Mode::Take | Mode::UpTo);
+        Some(if is_awaited {
             check
+        } else {
+            check.in_background(self.is_repeat)
         })
     }
 

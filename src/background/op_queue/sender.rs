@@ -12,7 +12,7 @@ use super::{Flight, LINGER, SharedQueue, Step};
 use crate::background::Task;
 use crate::util::instant;
 
-/// The task that awaits the replies to the operations of an [`OpQueue`](super::OpQueue), and sends those that wait,
+/// The task that awaits the replies to the operations of an [`OpQueue`](super::OpQueue), and sends queued ones,
 /// until the queue is empty.
 pub(super) struct Sender {
     shared: Arc<SharedQueue>,

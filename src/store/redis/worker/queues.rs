@@ -4,10 +4,12 @@
 use std::collections::{HashSet, VecDeque};
 use std::convert::Infallible;
 use std::future::Future;
+use std::mem;
 use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::runtime::Id;
 use tokio::sync::oneshot;
@@ -40,6 +42,10 @@ pub(super) struct NodeQueue {
     giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
+    /// Time at which a worker has last taken [patient](Check::is_patient) checks only.
+    sent_at: Option<Instant>,
+    /// Whether a timer will start a worker for such checks.
+    has_timer: bool,
     /// Dropped with the store, which ends the task that waits for the runtime to shut down.
     pub(super) _store: oneshot::Sender<Infallible>,
 }
@@ -67,30 +73,58 @@ impl NodeQueue {
             jobs,
             giving_back: HashSet::default(),
             idle: vec![],
+            sent_at: None,
+            has_timer: false,
             _store,
         }
     }
 
-    /// Moves checks to the batch of a worker, like [`Queue::take`]. `callers` are those that the worker's last batch
-    /// has held back, and then those of this one.
+    /// Moves checks to the batch of a worker, like [`Queue::take`]. Also returns `None` if only
+    /// [patient](Check::is_patient) checks are queued, soon after the last ones were sent. `callers` has the
+    /// callers that the worker's last batch has held back, and afterwards the callers of this batch.
     pub(super) fn take(
         &mut self,
         max: usize,
+        now: Instant,
         callers: &mut Vec<Key>,
         to: &mut Vec<Job>,
     ) -> Option<usize> {
         self.let_go(callers);
+        let are_patient =
+            self.jobs.waiting() < max && self.jobs.iter().all(|job| job.check.is_patient());
+        if are_patient && self.waits_until(now).is_some() {
+            self.jobs.end_worker();
+            return None;
+        }
         let Self {
             jobs, giving_back, ..
         } = self;
         let is_held = |job: &Job| !giving_back.is_empty() && giving_back.contains(job.check.key());
         let left = jobs.take(max, |job| job.weight as usize, is_held, to)?;
+        if are_patient {
+            self.sent_at = Some(now);
+        }
         for job in to.iter().filter(|job| job.check.holds_back_later()) {
             if self.giving_back.insert(*job.check.key()) {
                 callers.push(*job.check.key());
             }
         }
         Some(left)
+    }
+
+    /// Returns the time at which patient checks are sent, if that is later.
+    fn waits_until(&self, now: Instant) -> Option<Instant> {
+        let until = self.sent_at? + PATIENCE;
+        (until > now).then_some(until)
+    }
+
+    /// Returns the time at which the caller must call [`on_timer`](Self::on_timer), since no worker runs for the checks
+    /// that are queued.
+    pub(super) fn timer(&mut self, now: Instant) -> Option<Instant> {
+        if self.jobs.needs_worker() && !mem::replace(&mut self.has_timer, true) {
+            return Some(self.waits_until(now).unwrap_or(now));
+        }
+        None
     }
 
     /// Lets the checks of these callers pass: the batch with their give-backs has been answered, or has failed.
@@ -104,12 +138,13 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// Adds a check. Returns its id, and a [`WorkerStart`] if the queue allows another worker.
+    /// Adds a check. Returns its id, and how it is sent.
     ///
     /// # Errors
     ///
     /// [`Full`], unless another queue has accepted the check before.
-    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Option<WorkerStart>), Full> {
+    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Sending), Full> {
+        let (since, is_patient) = (job.since, job.check.is_patient());
         let (id, starts) = match job.id {
             Some(id) => (id, self.jobs.put(job)),
             None => {
@@ -118,17 +153,68 @@ impl NodeQueue {
                     number: self.jobs.next_number(),
                 };
                 job.id = Some(id);
+                if is_patient {
+                    let waits = self.jobs.push_quietly(job)?;
+                    return Ok((
+                        id,
+                        if waits {
+                            self.send_soon(since)
+                        } else {
+                            Sending::Begun
+                        },
+                    ));
+                }
                 (id, self.jobs.push(job)?)
             }
         };
-        let start = starts.then(|| WorkerStart {
+        let sending = if starts {
+            Sending::By(self.worker_start())
+        } else {
+            Sending::Begun
+        };
+        Ok((id, sending))
+    }
+
+    /// Sends patient checks, for which no worker runs: immediately, or soon after the last ones.
+    fn send_soon(&mut self, now: Instant) -> Sending {
+        if self.waits_until(now).is_some() {
+            self.timer(now).map_or(Sending::Begun, Sending::At)
+        } else {
+            self.start().map_or(Sending::Begun, Sending::By)
+        }
+    }
+
+    /// Returns a worker for the queued checks, unless one runs. Call it when the timer has elapsed.
+    pub(super) fn on_timer(&mut self) -> Option<WorkerStart> {
+        self.has_timer = false;
+        self.start()
+    }
+
+    fn start(&mut self) -> Option<WorkerStart> {
+        self.jobs.start().then(|| self.worker_start())
+    }
+
+    fn worker_start(&mut self) -> WorkerStart {
+        WorkerStart {
             queue_number: self.number,
             task: self.idle.pop(),
             target: self.target.clone(),
-        });
-        Ok((id, start))
+        }
     }
 }
+
+/// How a queued check is sent.
+pub(super) enum Sending {
+    /// By a worker that runs, or by one that the timer starts.
+    Begun,
+    /// By this worker, which the caller must start.
+    By(WorkerStart),
+    /// By a worker that the caller must start at this time, unless one runs then.
+    At(Instant),
+}
+
+/// Time for which [patient](Check::is_patient) checks wait for others after the last ones were sent.
+const PATIENCE: Duration = Duration::from_millis(2);
 
 /// A worker to start. The queue has counted it.
 pub(super) struct WorkerStart {
@@ -232,6 +318,36 @@ impl<J> Queue<J> {
             return Err(Full);
         }
         Ok(self.put(job))
+    }
+
+    /// Adds a job for which no worker need be started. Returns `true` if none runs.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`].
+    fn push_quietly(&mut self, job: J) -> Result<bool, Full> {
+        if self.waiting() >= self.max_jobs {
+            return Err(Full);
+        }
+        self.jobs.push_back(job);
+        Ok(self.workers == 0)
+    }
+
+    /// Returns `true` if jobs are queued and no worker runs.
+    fn needs_worker(&self) -> bool {
+        self.workers == 0 && !self.jobs.is_empty()
+    }
+
+    /// Like [`needs_worker`](Self::needs_worker). If `true`, the caller must start a worker, which is counted already.
+    fn start(&mut self) -> bool {
+        let starts = self.needs_worker();
+        self.workers += usize::from(starts);
+        starts
+    }
+
+    /// Subtracts a worker that ends, and leaves jobs behind.
+    fn end_worker(&mut self) {
+        self.workers -= 1;
     }
 
     /// Like [`push`](Self::push), for a job that another queue has accepted: it ignores the maximum.

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use redis::{RedisError, ServerErrorKind, Value};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
@@ -176,7 +177,8 @@ impl Worker {
         let Some(queue) = queues.of(self.queue_number) else {
             return ControlFlow::Break(None);
         };
-        if let Some(waiting) = queue.take(max, callers, jobs) {
+        let now = instant();
+        if let Some(waiting) = queue.take(max, now, callers, jobs) {
             return ControlFlow::Continue(waiting);
         }
         // `fail` may have moved a whole queue into this buffer.
@@ -184,6 +186,12 @@ impl Worker {
         self.counted = false;
         let (task, next) = oneshot::channel();
         queue.idle.push(task);
+        let timer = queue.timer(now);
+        drop(queues);
+        if let (Some(time), Ok(runtime)) = (timer, Handle::try_current()) {
+            self.inner
+                .start_worker_at(time, &runtime, self.queue_number);
+        }
         ControlFlow::Break(Some(next))
     }
 
