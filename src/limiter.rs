@@ -9,7 +9,7 @@ use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, Store, flush};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues};
 
@@ -263,10 +263,9 @@ impl<S: Store> Limiter<S> {
         async { answer.await.map(Applied) }
     }
 
-    /// Waits until the store has replied to all charges, refunds and releases of this limiter's
-    /// [reservations](Self::reserve), for at most 1 s. Returns `false` if some are still pending. Call it at the end of
-    /// a process, which loses pending ones. In an outage, a [`Fallback`](crate::Fallback) accepts them, and loses them
-    /// with the process.
+    /// Waits until this process owes the store nothing, for at most 1 s: [`Store::flush`]. That includes this limiter's
+    /// [reservations](Self::reserve), and the operations of other limiters and layers over the store. Returns `false` if something
+    /// is left. Call it at the end of a process, which loses the rest.
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
@@ -283,12 +282,8 @@ impl<S: Store> Limiter<S> {
     ///     Ok(())
     /// }
     /// ```
-    ///
-    /// # Panics
-    ///
-    /// Outside of a Tokio runtime.
     pub async fn flush(&self) -> bool {
-        self.in_flight.ops().flush().await
+        flush(&self.store, Some(self.in_flight.ops())).await
     }
 
     /// Takes `cost`, waiting up to `max` if necessary.

@@ -75,6 +75,10 @@ mod layer {
 mod leases {
     pub(crate) mod redis;
 }
+#[cfg(feature = "axum")]
+mod polite {
+    mod redis;
+}
 mod settle {
     mod redis;
 }

@@ -10,5 +10,5 @@ mod task;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use op_queue::{OpQueue, PendingOp, SentCheck, panicked};
+pub(crate) use op_queue::{OpQueue, PendingOp, SentCheck, WeakOpQueue, panicked};
 pub(crate) use task::{Task, TaskOwner};

@@ -45,6 +45,8 @@ struct TrackedSlots {
     by_id: HashMap<SlotId, TrackedSlot, RandomState>,
     /// The next renewal of each admitted request, by time.
     renewals: BTreeSet<(Instant, SlotId)>,
+    /// Whether some slots have expired, since the queue had no room for their renewals.
+    are_late: bool,
 }
 
 struct TrackedSlot {
@@ -184,11 +186,11 @@ impl TrackedSlots {
         Some(tracked)
     }
 
-    /// Returns the checks that renew the slots that are due before the next tick. The `bool` is whether an earlier check
-    /// of the slot has no reply yet.
-    fn due(&mut self, now: Instant) -> Vec<(SlotId, bool, Check)> {
+    /// Returns the checks that renew the slots that are due before the next tick: the `max` oldest. The others stay due.
+    /// The `bool` is whether an earlier check of the slot has no reply yet.
+    fn due(&mut self, now: Instant, max: usize) -> Vec<(SlotId, bool, Check)> {
         let due = self.renewals.iter().take_while(|(at, _)| *at <= now + TICK);
-        let due: Vec<SlotId> = due.map(|(_, id)| *id).collect();
+        let due: Vec<SlotId> = due.take(max).map(|(_, id)| *id).collect();
         let renewals = due.into_iter().filter_map(|id| {
             let tracked = self.schedule(id, now)?;
             let was_unanswered = mem::replace(&mut tracked.is_unanswered, true);
@@ -196,6 +198,19 @@ impl TrackedSlots {
             Some((id, was_unanswered, check))
         });
         renewals.collect()
+    }
+}
+
+impl TrackedSlots {
+    /// Returns the caller of a slot that has expired because its renewal is late, unless one was returned at the last
+    /// call.
+    fn newly_late(&mut self, now: Instant) -> Option<Key> {
+        let late = self.renewals.first().and_then(|(at, id)| {
+            let tracked = self.by_id.get(id)?;
+            (*at + 2 * tracked.renewal_interval() < now).then_some(tracked.key)
+        });
+        let were_late = mem::replace(&mut self.are_late, late.is_some());
+        late.filter(|_| !were_late)
     }
 }
 
@@ -231,7 +246,20 @@ impl SharedSlots {
     }
 
     fn tick(self: &Arc<Self>, now: Instant) {
-        let renewals = lock(&self.slots).due(now);
+        let room = self.ops.renewal_room();
+        let (renewals, late) = {
+            let slots = &mut *lock(&self.slots);
+            let renewals = slots.due(now, room);
+            let late = if renewals.len() == room {
+                slots.newly_late(now)
+            } else {
+                None
+            };
+            (renewals, late)
+        };
+        if let Some(key) = late {
+            self.ops.report_full(&key);
+        }
         for (id, was_unanswered, check) in renewals {
             let this = Arc::downgrade(self);
             self.ops.put(PendingOp::of_check(check).then(move |reply| {

@@ -210,7 +210,7 @@ impl<S: Store> Inner<S> {
                 let block = answer.map(|decision| Block::new(key, decision, request.sent_at));
                 if let Some(inner) = inner.upgrade() {
                     inner.on_block_reply(digest, &request, block);
-                } else if let (Ok(block), Some(queue)) = (block, queue()) {
+                } else if let (Ok(block), Some(queue)) = (block, queue.upgrade()) {
                     // The store was dropped: refund the whole block.
                     queue.put(block.into_refund(instant()));
                 }

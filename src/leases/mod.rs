@@ -37,7 +37,9 @@ pub use self::future::LeasedFuture;
 use self::inner::Inner;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
+use crate::store::{
+    Answer, Backend, Hooks, Share, Store, StoreError, Unreconciled, Waiters, Withdraw,
+};
 
 /// A store wrapper that answers busy callers from memory and never grants more than the quota.
 ///
@@ -182,6 +184,14 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn deadline(&self) -> Option<Duration> {
         self.inner.store.backend().deadline()
+    }
+
+    fn unreconciled(&self) -> Unreconciled {
+        self.inner.store.backend().unreconciled()
+    }
+
+    fn failed(&self, error: &StoreError) {
+        self.inner.store.backend().failed(error);
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

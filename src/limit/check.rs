@@ -33,11 +33,23 @@ pub struct Check {
     cost: u32,
     /// Whether the charge is settled later.
     reserves: bool,
+    sender: Sender,
     /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
     leasing: Leasing,
     /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
+}
+
+/// The sender of a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sender {
+    /// A request, which awaits the reply.
+    Request,
+    /// The queue of background operations.
+    Background,
+    /// The queue of background operations, not for the first time.
+    Retry,
 }
 
 /// How a check takes part in [leased](crate::Leased) quota.
@@ -209,6 +221,7 @@ impl Check {
             mode,
             cost,
             reserves: false,
+            sender: Sender::Request,
             slot,
             leasing: Leasing::Possible,
             extra: None,
@@ -346,6 +359,29 @@ impl Check {
     #[inline]
     pub(crate) fn gives_room(&self) -> bool {
         matches!(self.mode, Mode::Refund | Mode::Reset | Mode::Release)
+    }
+
+    /// Marks a check that no request awaits, which may have been sent before.
+    pub(crate) fn in_background(self, is_retry: bool) -> Self {
+        let sender = if is_retry {
+            Sender::Retry
+        } else {
+            Sender::Background
+        };
+        Self { sender, ..self }
+    }
+
+    /// Returns `true` if the check may be sent a little later, together with others.
+    #[inline]
+    pub(crate) fn is_patient(&self) -> bool {
+        self.sender != Sender::Request
+    }
+
+    /// Returns `true` if later checks of the caller must not overtake the check: it gives something back for the first
+    /// time.
+    #[inline]
+    pub(crate) fn holds_back_later(&self) -> bool {
+        self.gives_room() && self.sender != Sender::Retry
     }
 
     /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.

@@ -180,7 +180,7 @@ impl Key {
     }
 
     /// Returns the network of an address key. `None` for other keys.
-    pub(crate) fn to_network(&self) -> Option<IpNet> {
+    pub(crate) fn to_network(self) -> Option<IpNet> {
         let text = str::from_utf8(self.as_bytes().strip_prefix(ADDRESS)?).ok()?;
         match text.split_once('/') {
             None => text.parse().ok().map(IpAddr::V4).map(IpNet::from),

@@ -32,7 +32,7 @@ use crate::limit::{Charge, Decision, Key, RateLimited};
 /// # }
 /// ```
 ///
-/// Refunds and charges are sent immediately, in the background. In an outage they are retried while
+/// Refunds and charges are queued immediately, and sent in the background. In an outage they are retried while
 /// they matter, unless they may have been sent already, to avoid charging twice. Lost ones
 /// are reported to the limiter's [observer](crate::Limiter::observer). At the end of a process,
 /// [`Limiter::flush`](crate::Limiter::flush) waits for them.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Waiters;
+use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 use crate::observe::Observer;
 
@@ -74,9 +75,27 @@ pub(crate) trait Hooks {
         None
     }
 
+    /// Returns the local grants that a [`Fallback`](crate::Fallback) still has to charge to its primary store, and starts
+    /// its reconciliation on this runtime if that of the last one has shut down.
+    fn unreconciled(&self) -> Unreconciled {
+        Unreconciled::default()
+    }
+
+    /// Reports an error that no check returned to the observer.
+    fn failed(&self, _error: &StoreError) {}
+
     /// Sets the observer of the store to that of a layer or a [`Limiter`](crate::Limiter). An
     /// observer that is set is kept.
     fn observe(&self, _observer: &Arc<dyn Observer>) {}
+}
+
+/// The local grants that a [`Fallback`](crate::Fallback) has not charged to its primary store yet.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Unreconciled {
+    /// Number of callers and lists of policies with such grants.
+    pub(crate) accounts: usize,
+    /// Whether the primary store cannot be used now.
+    pub(crate) is_outage: bool,
 }
 
 /// Withdraws a check whose reply is no longer needed, as a [`Fallback`](crate::Fallback) does at its
@@ -168,6 +187,16 @@ impl<'a, F> Backend<'a, F> {
     /// See [`Hooks::deadline`].
     pub(crate) fn deadline(self) -> Option<Duration> {
         self.hooks.deadline()
+    }
+
+    /// See [`Hooks::unreconciled`].
+    pub(crate) fn unreconciled(self) -> Unreconciled {
+        self.hooks.unreconciled()
+    }
+
+    /// See [`Hooks::failed`].
+    pub(crate) fn failed(self, error: &StoreError) {
+        self.hooks.failed(error);
     }
 
     /// See [`Hooks::observe`].

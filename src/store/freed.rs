@@ -1,4 +1,5 @@
-//! Wakes the waiters of this process when something was refunded, released or forgotten in their store.
+//! Wakes the waiters of this process when something was refunded, released or forgotten in their store, and lists the
+//! queues of operations that this process owes the store.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,10 +10,12 @@ use smallvec::SmallVec;
 use tokio::sync::Notify;
 
 use super::layers::LayerQuotas;
+use crate::background::{OpQueue, WeakOpQueue};
 use crate::limit::{Check, Key, Policies};
 use crate::util::lock;
 
-/// The requests of this process that wait for what a [`Store`](crate::store::Store) counts. Clones share them.
+/// The requests of this process that wait for capacity in a [`Store`](crate::store::Store), and the charges, refunds and
+/// releases that the process still owes the store, for [`flush`](crate::store::Store::flush). Clones share them.
 #[derive(Clone, Default)]
 pub struct Waiters(Arc<Inner>);
 
@@ -23,6 +26,8 @@ struct Inner {
     /// Number of them: without waiters there is no search.
     count: AtomicUsize,
     layers: LayerQuotas,
+    /// The queues of all layers and limiters over the store.
+    queues: Mutex<Vec<WeakOpQueue>>,
 }
 
 /// The policies under which a request waits, and what wakes it.
@@ -74,6 +79,26 @@ impl Waiters {
 
     pub(super) fn layers(&self) -> &LayerQuotas {
         &self.0.layers
+    }
+
+    /// Adds a queue of the store's operations.
+    pub(crate) fn add_queue(&self, queue: &OpQueue) {
+        let queues = &mut *lock(&self.0.queues);
+        // Before the list grows, so that layers that come and go do not fill it.
+        if queues.len() == queues.capacity() {
+            queues.retain(|queue| !queue.is_dropped());
+        }
+        queues.push(queue.downgrade());
+    }
+
+    /// Returns the number of operations that this process owes the store.
+    pub(crate) fn owed(&self) -> usize {
+        let queues: Vec<OpQueue> = {
+            let queues = lock(&self.0.queues);
+            queues.iter().filter_map(WeakOpQueue::upgrade).collect()
+        };
+        // Outside of the lock, as an operation that is dropped with its queue may run code of its executor.
+        queues.iter().map(OpQueue::owed).sum()
     }
 
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {

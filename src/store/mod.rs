@@ -11,6 +11,7 @@ mod config;
 #[cfg(test)]
 mod definitions;
 mod fallback;
+mod flush;
 mod freed;
 mod instances;
 mod layers;
@@ -39,7 +40,8 @@ pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
 
-pub(crate) use backend::{Hooks, Withdraw};
+pub(crate) use backend::{Hooks, Unreconciled, Withdraw};
+pub(crate) use flush::flush;
 pub use freed::Waiters;
 
 pub(crate) use freed::{Listener, Wake};
@@ -118,6 +120,39 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn backend(&self) -> Backend<'_, Self::Future> {
         Backend::default()
     }
+
+    /// Waits until this process owes the store nothing: until the store has replied to the queued and unanswered charges,
+    /// refunds and releases of every layer, limiter, wait queue and lease over any clone, and a running reconciliation of a
+    /// [`Fallback`] has ended. Call it at the end of a process, after the server has ended: what a process owes is lost with
+    /// it.
+    ///
+    /// Returns `false` if something is left: after 1 s, immediately while a [`Fallback`] decides, and outside of a Tokio
+    /// runtime. The observer of the store is then [notified](crate::observe::Observer::failed) of how much.
+    ///
+    /// It does not wait for running requests and streams, which owe something only at their end, for the renewals of their
+    /// slots, and for the second release of a slot whose take was not answered, half a second after the first one. The
+    /// blocks of a [`Leased`](crate::Leased) store return only in its [`shutdown`](crate::Leased::shutdown).
+    ///
+    /// The default uses the hooks of [`backend`](Self::backend): a custom store needs [`Waiters`] there.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::store::Store;
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let store = LocalStore::default();
+    /// let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_day(1_000))?;
+    /// let jobs = Limiter::new(store.clone(), tokens);
+    /// let job = jobs.reserve(Key::new("user-42"), 600).await?;
+    /// job.settle(150);
+    /// assert!(store.flush().await);
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn flush(&self) -> impl Future<Output = bool> + Send {
+        flush(self, None)
+    }
 }
 
 pin_project! {
@@ -189,9 +224,14 @@ impl<F: Future<Output = Result<Decision, StoreError>>> Future for Answer<F> {
 
 /// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
 pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
+    let waiters = store.backend().waiters();
     let send_check = move |check| match store.check(check) {
         Answer::Ready { answer } => SentCheck::Replied(answer),
         Answer::Pending { future } => SentCheck::Pending(Box::pin(future)),
     };
-    OpQueue::new(send_check, observer)
+    let queue = OpQueue::new(send_check, observer);
+    if let Some(waiters) = waiters {
+        waiters.add_queue(&queue);
+    }
+    queue
 }

@@ -392,3 +392,33 @@ fn a_flush_settles_before_the_end() {
     });
     assert_eq!(runtime().block_on(charged(&server)), 10);
 }
+
+/// A flush of any clone of the store waits for what its layers and limiters owe.
+#[test]
+fn a_flush_of_the_store_waits_for_all_layers() {
+    let server = RedisServer::start();
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    runtime().block_on(async {
+        let store = patient(&server);
+        let layers = [(), ()].map(|()| {
+            let layer = RateLimitLayer::new(store.clone(), Global, policy(WINDOW, "10000/d"));
+            layer.settle(|_| Settlement::Refund)
+        });
+        let limiter = Limiter::new(store.clone(), policy(WINDOW, "10000/d"));
+        let job = limiter.reserve(Key::GLOBAL, 1_000).await.unwrap();
+        for layer in layers {
+            let inner = service_fn(async |_| Ok::<_, Infallible>(Response::new(String::new())));
+            layer.layer(inner).oneshot(request()).await.unwrap();
+        }
+        drop(job);
+        let clone = store.clone();
+        until("nothing is owed", || clone.flush()).await;
+        assert!(store.flush().await, "and again");
+    });
+    assert_eq!(runtime().block_on(charged(&server)), 0);
+}

@@ -2,9 +2,9 @@
 //!
 //! | an operation | is owned by | until |
 //! |---|---|---|
-//! | is queued | `Work::next_wave` | the sender's next wave |
 //! | is in flight | [`Sender`]; before the sender has taken it, and between two senders, `Work::new_flights` | its reply, or a panic of the store |
 //! | is in flight for a request | a task on the request's runtime | its reply, or the end of that runtime |
+//! | is queued, since too many are in flight | `Work::queued`, and `Work::renewals` | there is room |
 //! | waits for a retry | `Work::retries` | its time. Then it is queued |
 //!
 //! [`PendingOp::after_reply`] decides whether an operation is retried, or finished by its callback. An operation that has
@@ -16,17 +16,18 @@ mod sender;
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::Instant;
 
 pub(crate) use self::pending_op::PendingOp;
 
@@ -34,15 +35,14 @@ use self::pending_op::AfterReply;
 use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision};
+use crate::limit::{Check, Decision, Key};
 use crate::observe::{Observer, event, or_log};
-use crate::util::{contain, instant, lock};
+use crate::util::{contain, instant, lock, polled_after_completion};
 
 /// Sends operations to one store, and reports failures to the observer. Clones share the queue.
 ///
-/// - **Batches.** A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation
-///   immediately. For other stores, operations are collected for [`WAVE_INTERVAL`] and sent in waves, which the store
-///   can batch.
+/// - **Order.** The store gets each operation immediately, so that no later check of the caller overtakes it there. Only if
+///   [`MAX_FLIGHTS`] have no reply yet, further ones wait. Renewals use half of that room.
 /// - **Retries.** An operation that was certainly not sent is retried until it has expired. If it may have been executed, only a
 ///   release is retried, because it may be executed twice. See [`PendingOp::after_reply`].
 /// - **Reports.** The observer is notified of each operation that is given up, for one of three reasons: it is unsent and
@@ -73,12 +73,18 @@ type PendingReply = Pin<Box<dyn Future<Output = Reply> + Send>>;
 
 type SendCheck = dyn Fn(Check) -> SentCheck + Send + Sync;
 
+/// A reference that does not keep the queue alive.
+#[derive(Clone)]
+pub(crate) struct WeakOpQueue(Weak<SharedQueue>);
+
 struct SharedQueue {
     send_check: Box<SendCheck>,
     observer: Option<Arc<dyn Observer>>,
     work: Mutex<Work>,
-    /// Whether operations or replies are pending. If not, `put` sends immediately. Written under the lock.
+    /// Whether operations or replies are pending. If not, `put` takes no lock before it sends. Written under the lock.
     is_busy: AtomicBool,
+    /// Number of operations that a flush waits for.
+    owed: Arc<AtomicUsize>,
     /// Wakes the sender.
     new_work: Notify,
     sender: TaskOwner,
@@ -88,24 +94,36 @@ struct SharedQueue {
 
 #[derive(Default)]
 struct Work {
-    /// Operations for the next wave.
-    next_wave: VecDeque<PendingOp>,
+    /// Operations without room, except renewals.
+    queued: VecDeque<PendingOp>,
+    /// Renewals without room.
+    renewals: VecDeque<PendingOp>,
     /// Operations to retry, by time and number.
     retries: BTreeMap<(Instant, u64), PendingOp>,
     last_retry: u64,
     /// Checks whose replies the next step of the sender starts to await.
     new_flights: Vec<Flight>,
+    /// Number of checks without a reply, except those for requests.
+    in_flight: usize,
 }
 
-/// A sent check without a reply yet, and its operation.
+/// A sent check without a reply yet, and its operation. Resolves to both.
 struct Flight {
-    op: PendingOp,
+    /// `None` after the reply.
+    op: Option<PendingOp>,
     reply: PendingReply,
 }
 
-impl Flight {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Reply> {
-        contain(|| self.reply.as_mut().poll(cx)).unwrap_or_else(|| Poll::Ready(Err(panicked())))
+impl Future for Flight {
+    type Output = (PendingOp, Reply);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let reply = contain(|| self.reply.as_mut().poll(cx));
+        let reply = ready!(reply.unwrap_or_else(|| Poll::Ready(Err(panicked()))));
+        match self.op.take() {
+            Some(op) => Poll::Ready((op, reply)),
+            None => polled_after_completion("Flight"),
+        }
     }
 }
 
@@ -117,13 +135,11 @@ enum Step {
     End,
 }
 
-/// Minimum interval between two waves.
-const WAVE_INTERVAL: Duration = Duration::from_millis(2);
-/// Maximum duration of a flush. Longer than the usual deadlines of stores.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum number of unanswered checks of the sender, so that they do not delay requests.
+/// Time for which a sender without work waits for more.
+const LINGER: Duration = Duration::from_millis(2);
+/// Number of unanswered checks above which operations wait, so that they do not delay requests.
 const MAX_FLIGHTS: usize = 1_024;
-/// Maximum number of queued operations.
+/// Maximum number of operations that wait for room or for a retry.
 const CAPACITY: usize = 100_000;
 /// Number of scheduled retries at which a release is dropped instead of retried.
 const MAX_RELEASE_RETRIES: usize = 10_000;
@@ -139,6 +155,7 @@ impl OpQueue {
             observer,
             work: Mutex::default(),
             is_busy: AtomicBool::new(false),
+            owed: Arc::default(),
             new_work: Notify::new(),
             sender: TaskOwner::new(),
             first_runtime: OnceLock::new(),
@@ -151,9 +168,11 @@ impl OpQueue {
         }
     }
 
-    /// Queues an operation, or sends it immediately if the queue is idle.
+    /// Sends an operation, or queues it if too many are in flight.
     pub(crate) fn put(&self, op: PendingOp) {
-        if let Err(op) = self.shared.push_if_busy(op)
+        if let Some(op) = self
+            .shared
+            .queue_without_room(op.owed_in(&self.shared.owed))
             && let Some(flight) = self.shared.send(op, instant())
         {
             self.shared.add_flights([flight]);
@@ -161,10 +180,21 @@ impl OpQueue {
         self.shared.ensure_sender();
     }
 
+    /// Returns the number of renewals that the queue takes. The rest of its capacity is for other operations.
+    pub(crate) fn renewal_room(&self) -> usize {
+        (CAPACITY / 2).saturating_sub(lock(&self.shared.work).waiting())
+    }
+
+    /// Notifies the observer that the queue has no room for an operation of this caller.
+    pub(crate) fn report_full(&self, key: &Key) {
+        self.shared.report(key, &queue_full());
+    }
+
     /// Sends a take immediately, ahead of queued operations, for a request that awaits its callback. A task on the
     /// request's runtime awaits the reply, even if the request stops waiting.
     pub(crate) fn send_now(&self, op: PendingOp) {
-        let Some(mut flight) = self.shared.send(op, instant()) else {
+        let op = op.owed_in(&self.shared.owed);
+        let Some(flight) = self.shared.send(op, instant()) else {
             return;
         };
         self.shared.set_first_runtime();
@@ -174,8 +204,8 @@ impl OpQueue {
         if let Some(runtime) = runtime.as_ref().or(self.shared.first_runtime.get()) {
             let shared = Arc::clone(&self.shared);
             runtime.spawn(async move {
-                let reply = poll_fn(|cx| flight.poll(cx)).await;
-                shared.handle_reply(flight.op, reply);
+                let (op, reply) = flight.await;
+                shared.handle_reply(op, reply);
             });
         }
     }
@@ -189,16 +219,11 @@ impl OpQueue {
         }
     }
 
-    /// Waits until no operation and no reply is pending, for at most [`FLUSH_TIMEOUT`]. Returns `false` if some still
-    /// are.
-    pub(crate) async fn flush(&self) -> bool {
+    /// Returns the number of charges, refunds and releases that the store has neither answered nor given up. Starts the
+    /// sender on this runtime if that of the last one has shut down.
+    pub(crate) fn owed(&self) -> usize {
         self.wake();
-        let flushed = async {
-            while self.shared.is_busy() {
-                sleep(WAVE_INTERVAL).await;
-            }
-        };
-        timeout(FLUSH_TIMEOUT, flushed).await.is_ok()
+        self.shared.owed.load(Ordering::Acquire)
     }
 
     /// Clones into a new `Arc`, so that processors do not contend for its reference count.
@@ -207,9 +232,20 @@ impl OpQueue {
     }
 
     /// Returns a weak reference, for operations in the queue, which must not keep the queue alive.
-    pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + use<> {
-        let shared = Arc::downgrade(&*self.shared);
-        move || Some(Self::of(shared.upgrade()?))
+    pub(crate) fn downgrade(&self) -> WeakOpQueue {
+        WeakOpQueue(Arc::downgrade(&*self.shared))
+    }
+}
+
+impl WeakOpQueue {
+    /// Returns `None` if the queue was dropped.
+    pub(crate) fn upgrade(&self) -> Option<OpQueue> {
+        Some(OpQueue::of(self.0.upgrade()?))
+    }
+
+    /// Returns `true` if the queue was dropped.
+    pub(crate) fn is_dropped(&self) -> bool {
+        self.0.strong_count() == 0
     }
 }
 
@@ -218,36 +254,25 @@ impl SharedQueue {
         self.is_busy.load(Ordering::Acquire)
     }
 
-    /// Adds an operation to the next wave.
-    ///
-    /// # Errors
-    ///
-    /// Returns the operation if the queue is idle: it can be sent immediately.
-    fn push_if_busy(&self, op: PendingOp) -> Result<(), PendingOp> {
+    /// Returns the operation if there is room to send it. Otherwise queues it, and the sender sends it after a reply.
+    fn queue_without_room(&self, op: PendingOp) -> Option<PendingOp> {
         if !self.is_busy() {
-            return Err(op);
+            return Some(op);
         }
         let rejected = {
             let work = &mut *lock(&self.work);
-            if !self.is_busy() {
-                return Err(op);
+            if work.in_flight < max_flights(op.is_renewal()) {
+                return Some(op);
             }
             if work.is_full() {
-                Some(op)
+                op
             } else {
-                // Notify for the first operation only. The sender then sleeps until the next wave, and each further
-                // notification would wake it too early.
-                if work.next_wave.is_empty() {
-                    self.new_work.notify_one();
-                }
-                work.next_wave.push_back(op);
-                None
+                work.queue(op);
+                return None;
             }
         };
-        if let Some(op) = rejected {
-            self.give_up(op, queue_full());
-        }
-        Ok(())
+        self.give_up(rejected, queue_full());
+        None
     }
 
     /// Sends an operation to the store, unless it has expired in the queue: the store would charge a late charge to
@@ -257,7 +282,12 @@ impl SharedQueue {
         let check = op.check(now)?;
         let reply = if op.still_counts(now) {
             match contain(|| (self.send_check)(check)) {
-                Some(SentCheck::Pending(reply)) => return Some(Flight { op, reply }),
+                Some(SentCheck::Pending(reply)) => {
+                    return Some(Flight {
+                        op: Some(op),
+                        reply,
+                    });
+                }
                 Some(SentCheck::Replied(reply)) => reply,
                 None => Err(panicked()),
             }
@@ -303,8 +333,25 @@ impl SharedQueue {
     /// Makes the sender await the replies to sent checks.
     fn add_flights(&self, flights: impl IntoIterator<Item = Flight>) {
         let work = &mut *lock(&self.work);
+        let before = work.new_flights.len();
+        work.new_flights.extend(flights);
+        work.in_flight += work.new_flights.len() - before;
+        self.mark_busy();
+    }
+
+    /// Makes the next sender await the replies that the last one cannot.
+    fn return_flights(&self, flights: impl IntoIterator<Item = Flight>) {
+        let work = &mut *lock(&self.work);
         work.new_flights.extend(flights);
         self.mark_busy();
+    }
+
+    /// Handles replies that the sender has received.
+    fn handle_replies(&self, replies: Vec<(PendingOp, Reply)>) {
+        lock(&self.work).in_flight -= replies.len();
+        for (op, reply) in replies {
+            self.handle_reply(op, reply);
+        }
     }
 
     /// Marks the queue as busy, and wakes the sender. Must be called under the lock.
@@ -314,10 +361,12 @@ impl SharedQueue {
     }
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
-        contain(|| {
-            or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error))
-        });
+        self.report(op.key(), &error);
         op.finish(Err(error));
+    }
+
+    fn report(&self, key: &Key, error: &StoreError) {
+        contain(|| or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(key), error)));
     }
 
     fn set_first_runtime(&self) {
@@ -339,31 +388,30 @@ impl SharedQueue {
         });
     }
 
-    /// Returns the sender's next step, and moves the new flights to `flights`.
-    fn next_step(&self, flights: &mut Vec<Flight>, last_wave: Instant, now: Instant) -> Step {
+    /// Returns the sender's next step, and moves the new flights to `flights`. Without work, the sender ends at `ends_at`.
+    fn next_step(
+        &self,
+        flights: &mut FuturesUnordered<Flight>,
+        ends_at: Instant,
+        now: Instant,
+    ) -> Step {
         let work = &mut *lock(&self.work);
-        flights.append(&mut work.new_flights);
-        let wave_at = last_wave + WAVE_INTERVAL;
+        flights.extend(work.new_flights.drain(..));
         while let Some(due) = work
             .retries
             .first_entry()
             .filter(|first| first.key().0 <= now)
         {
-            work.next_wave.push_back(due.remove());
+            let op = due.remove();
+            work.queue(op);
         }
-        let capacity = MAX_FLIGHTS.saturating_sub(flights.len());
-        match (work.next_wave.is_empty(), work.next_retry()) {
-            (false, _) if now < wave_at => Step::Wait(Some(wave_at)),
-            (false, _) if capacity == 0 => Step::Wait(None),
-            (false, _) => {
-                let count = capacity.min(work.next_wave.len());
-                Step::Send(work.next_wave.drain(..count).collect())
-            }
-            (true, Some(at)) => Step::Wait(Some(at)),
-            (true, None) if !flights.is_empty() => Step::Wait(None),
-            // Keep the sender for one more [`WAVE_INTERVAL`], so that the next operations form a wave.
-            (true, None) if now < wave_at => Step::Wait(Some(wave_at)),
-            (true, None) => {
+        let ops = work.take_queued();
+        match work.next_retry() {
+            _ if !ops.is_empty() => Step::Send(ops),
+            Some(at) => Step::Wait(Some(at)),
+            None if !flights.is_empty() => Step::Wait(None),
+            None if now < ends_at => Step::Wait(Some(ends_at)),
+            None => {
                 self.is_busy.store(false, Ordering::Release);
                 Step::End
             }
@@ -387,7 +435,38 @@ impl Work {
         self.retries.first_key_value().map(|((at, _), _)| *at)
     }
 
+    /// The number of operations that wait for room or for a retry.
+    fn waiting(&self) -> usize {
+        self.queued.len() + self.renewals.len() + self.retries.len()
+    }
+
     fn is_full(&self) -> bool {
-        self.next_wave.len() + self.retries.len() >= CAPACITY
+        self.waiting() >= CAPACITY
+    }
+
+    fn queue(&mut self, op: PendingOp) {
+        if op.is_renewal() {
+            self.renewals.push_back(op);
+        } else {
+            self.queued.push_back(op);
+        }
+    }
+
+    /// Takes the operations for which there is room: renewals after the others.
+    fn take_queued(&mut self) -> Vec<PendingOp> {
+        let room = max_flights(false).saturating_sub(self.in_flight);
+        let mut ops: Vec<_> = self.queued.drain(..room.min(self.queued.len())).collect();
+        let room = max_flights(true).saturating_sub(self.in_flight + ops.len());
+        ops.extend(self.renewals.drain(..room.min(self.renewals.len())));
+        ops
+    }
+}
+
+/// The number of unanswered checks up to which an operation is sent.
+fn max_flights(is_renewal: bool) -> usize {
+    if is_renewal {
+        MAX_FLIGHTS / 2
+    } else {
+        MAX_FLIGHTS
     }
 }

@@ -1,4 +1,6 @@
 use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -16,7 +18,14 @@ pub(crate) struct PendingOp {
     retry_count: u32,
     /// Whether to send it a second time, some time after the reply; see [`repeated`](Self::repeated).
     repeats_once: bool,
+    /// Whether it was sent before.
+    is_repeat: bool,
+    /// Set while a flush waits for it.
+    owed: Option<Owed>,
 }
+
+/// Counts an operation until it is dropped.
+struct Owed(Arc<AtomicUsize>);
 
 /// The end of an operation, or its next attempt.
 pub(super) enum AfterReply {
@@ -62,7 +71,19 @@ impl PendingOp {
             created_at: instant(),
             retry_count: 0,
             repeats_once: false,
+            is_repeat: false,
+            owed: None,
         }
+    }
+
+    /// Counts the operation in `owed` until it is finished, unless its loss costs nothing: that of a renewal, or of a
+    /// take whose request has ended.
+    pub(super) fn owed_in(mut self, owed: &Arc<AtomicUsize>) -> Self {
+        if !self.is_never_retried() {
+            owed.fetch_add(1, Ordering::AcqRel);
+            self.owed = Some(Owed(Arc::clone(owed)));
+        }
+        self
     }
 
     /// Calls `callback` with the result, without holding a lock: on the task that puts the operation, or on the one
@@ -120,6 +141,7 @@ impl PendingOp {
     pub(super) fn after_reply(&mut self, reply: Reply, now: Instant) -> AfterReply {
         let error = match reply {
             Ok(_) if mem::take(&mut self.repeats_once) => {
+                (self.is_repeat, self.owed) = (true, None);
                 return AfterReply::Retry(RELEASE_REPEAT_DELAY);
             }
             Ok(decision) => return AfterReply::Finish(Ok(decision)),
@@ -128,6 +150,7 @@ impl PendingOp {
         // A release may be executed twice.
         let may_repeat = error.is_not_sent() || self.is_release();
         if may_repeat && !self.is_never_retried() && self.still_counts(now) {
+            self.is_repeat = true;
             AfterReply::Retry(self.next_retry_delay())
         } else if self.is_release() || error.is_not_sent() && self.is_never_retried() {
             AfterReply::Finish(Err(error))
@@ -149,6 +172,11 @@ impl PendingOp {
         matches!(&self.kind, Kind::Check(check) if check.mode() == Mode::Release)
     }
 
+    /// Returns `true` for the renewal of a slot.
+    pub(super) fn is_renewal(&self) -> bool {
+        matches!(&self.kind, Kind::Check(check) if check.mode() == Mode::Renew)
+    }
+
     /// Returns `true` if its owner sends it again when it is unsent: a renewal at the next tick, a block (`UpTo`) for the
     /// next request, a take by the request that waits for it.
     fn is_never_retried(&self) -> bool {
@@ -157,10 +185,17 @@ impl PendingOp {
 
     /// Returns the check to send at `now`. `None` if there is nothing left to do.
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
-        match &self.kind {
-            Kind::Check(check) => Some(check.clone()),
-            Kind::Refund { charge, part } => charge.refund(*part, now),
-        }
+        let check = match &self.kind {
+            Kind::Check(check) => check.clone(),
+            Kind::Refund { charge, part } => charge.refund(*part, now)?,
+        };
+        // A request or a block may wait for a take.
+        let is_awaited = matches!(check.mode(), Mode::Take | Mode::UpTo);
+        Some(if is_awaited {
+            check
+        } else {
+            check.in_background(self.is_repeat)
+        })
     }
 
     /// Passes the result to the callback.
@@ -168,6 +203,12 @@ impl PendingOp {
         if let Some(callback) = self.callback.0.take() {
             callback(result);
         }
+    }
+}
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

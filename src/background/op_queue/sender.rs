@@ -4,16 +4,19 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, sleep};
 
-use super::{Flight, SharedQueue, Step};
+use super::{Flight, LINGER, SharedQueue, Step};
 use crate::background::Task;
 use crate::util::instant;
 
-/// The task that sends the operations of an [`OpQueue`](super::OpQueue) until the queue is empty.
+/// The task that awaits the replies to the operations of an [`OpQueue`](super::OpQueue), and sends queued ones,
+/// until the queue is empty.
 pub(super) struct Sender {
     shared: Arc<SharedQueue>,
-    flights: Vec<Flight>,
+    flights: FuturesUnordered<Flight>,
     /// Dropped last, so that no other sender starts before `drop` has returned the flights.
     _task: Task,
 }
@@ -22,22 +25,28 @@ impl Sender {
     pub(super) fn new(shared: Arc<SharedQueue>, task: Task) -> Self {
         Self {
             shared,
-            flights: Vec::new(),
+            flights: FuturesUnordered::new(),
             _task: task,
         }
     }
 
     pub(super) async fn run(mut self) {
-        let mut last_wave = instant();
+        let mut ends_at = instant() + LINGER;
         loop {
             let now = instant();
-            match self.shared.next_step(&mut self.flights, last_wave, now) {
+            match self.shared.next_step(&mut self.flights, ends_at, now) {
                 Step::Send(ops) => {
-                    last_wave = now;
-                    let pending = ops.into_iter().filter_map(|op| self.shared.send(op, now));
-                    self.flights.extend(pending);
+                    let mut sent = Vec::with_capacity(ops.len());
+                    for op in ops {
+                        sent.extend(self.shared.send(op, now));
+                    }
+                    self.shared.add_flights(sent);
                 }
-                Step::Wait(until) => self.wait(until).await,
+                Step::Wait(until) => {
+                    if self.wait(until).await {
+                        ends_at = instant() + LINGER;
+                    }
+                }
                 Step::End => break,
             }
         }
@@ -47,35 +56,29 @@ impl Sender {
         shared.ensure_sender();
     }
 
-    /// Waits for a reply, new work, or the time `until`.
-    async fn wait(&mut self, until: Option<Instant>) {
+    /// Waits for replies, which it handles, or for new work. Returns `false` at the time `until`.
+    async fn wait(&mut self, until: Option<Instant>) -> bool {
         let shared = Arc::clone(&self.shared);
         let mut new_work = pin!(shared.new_work.notified());
         let mut time = pin!(until.map(|until| sleep(until.saturating_duration_since(instant()))));
         let mut replies = Vec::new();
-        poll_fn(|cx| {
-            let mut i = 0;
-            while let Some(flight) = self.flights.get_mut(i) {
-                match flight.poll(cx) {
-                    Poll::Ready(reply) => replies.push((self.flights.swap_remove(i).op, reply)),
-                    Poll::Pending => i += 1,
-                }
+        let is_work = poll_fn(|cx| {
+            while let Poll::Ready(Some(reply)) = self.flights.poll_next_unpin(cx) {
+                replies.push(reply);
             }
-            let is_time = time
-                .as_mut()
-                .as_pin_mut()
-                .is_some_and(|time| time.poll(cx).is_ready());
             let has_new_work = new_work.as_mut().poll(cx).is_ready();
-            if is_time || has_new_work || !replies.is_empty() {
-                Poll::Ready(())
-            } else {
-                Poll::Pending
+            if has_new_work || !replies.is_empty() {
+                return Poll::Ready(true);
+            }
+            let time = time.as_mut().as_pin_mut();
+            match time.is_some_and(|time| time.poll(cx).is_ready()) {
+                true => Poll::Ready(false),
+                false => Poll::Pending,
             }
         })
         .await;
-        for (op, reply) in replies {
-            shared.handle_reply(op, reply);
-        }
+        shared.handle_replies(replies);
+        is_work
     }
 }
 
@@ -83,7 +86,7 @@ impl Sender {
 impl Drop for Sender {
     fn drop(&mut self) {
         if !self.flights.is_empty() {
-            self.shared.add_flights(mem::take(&mut self.flights));
+            self.shared.return_flights(mem::take(&mut self.flights));
         }
     }
 }

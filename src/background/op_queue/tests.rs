@@ -102,7 +102,7 @@ fn not_sent() -> Reply {
 
 async fn until_idle(queue: &OpQueue) {
     while queue.shared.is_busy() {
-        sleep(WAVE_INTERVAL).await;
+        sleep(LINGER).await;
     }
 }
 
@@ -130,19 +130,26 @@ fn an_immediate_store_needs_no_runtime() {
     assert_eq!((left, queue.shared.is_busy()), (999_997, false));
 }
 
+/// Only operations whose loss costs something are owed, and a release only until its first reply.
 #[tokio::test(start_paused = true)]
-async fn a_flush_awaits_all_replies() {
+async fn operations_are_owed_until_their_reply() {
     let (queue, mut checks, _) = queue_of_channel();
-    assert!(queue.flush().await);
+    assert_eq!(queue.owed(), 0);
     queue.send(charge(1));
     queue.send(charge(2));
-    let since = instant();
-    assert!(!queue.flush().await);
-    assert!(since.elapsed() >= FLUSH_TIMEOUT);
+    let slot = Policies::from(Policy::in_flight("slots", 9).unwrap());
+    let id = Check::take(Key::GLOBAL, &slot, 1).slot().unwrap();
+    queue.send(Check::renew(Key::GLOBAL, &slot, id));
+    queue.put(PendingOp::of_check(Check::release(Key::GLOBAL, &slot, id)).repeated());
+    assert_eq!(queue.owed(), 3);
 
-    assert_eq!(grant_all(checks.take_all()), [1, 2]);
-    assert!(queue.flush().await);
-    assert!(!queue.shared.is_busy());
+    assert_eq!(grant_all(checks.take_all()), [1, 2, 0, 0]);
+    sleep(LINGER).await;
+    assert!(queue.owed() == 0 && queue.shared.is_busy());
+    let (_, answer) = checks.next().await;
+    assert_eq!(queue.owed(), 0, "the second release");
+    answer.send(grant(0)).unwrap();
+    until_idle(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -155,31 +162,50 @@ async fn expired_operations_are_not_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn simultaneous_refunds_are_sent_together() {
+async fn refunds_are_sent_without_delay() {
     const ALL: u32 = MAX_FLIGHTS as u32 + 44;
     let (queue, mut checks, failures) = queue_of_channel();
     for cost in 1..=ALL {
         queue.send(charge(cost));
     }
-    let (first, answer) = checks.next().await;
-    assert_eq!(first, 1, "the first refund does not wait");
-    sleep(WAVE_INTERVAL * 2).await;
-    let wave = checks.take_all();
-    assert_eq!(wave.len(), MAX_FLIGHTS - 1, "no more are in flight");
-    answer.send(grant(1)).unwrap();
+    let mut sent = checks.take_all();
+    assert_eq!(sent.len(), MAX_FLIGHTS, "no more are in flight");
+    sleep(LINGER * 3).await;
+    assert!(checks.take_all().is_empty());
     assert_eq!(
-        grant_all(wave),
-        (2..=MAX_FLIGHTS as u32).collect::<Vec<_>>()
+        grant_all(sent.drain(..44).collect()),
+        (1..=44).collect::<Vec<_>>()
     );
-    sleep(WAVE_INTERVAL * 3).await;
-    assert_eq!(
-        grant_all(checks.take_all()),
-        (MAX_FLIGHTS as u32 + 1..=ALL).collect::<Vec<_>>()
-    );
+    sleep(LINGER).await;
+    let rest = checks.take_all();
+    assert_eq!(rest.len(), 44);
+    grant_all(sent);
+    grant_all(rest);
     until_idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
     queue.send(charge(7));
     assert_eq!(grant_all(checks.take_all()), [7]);
+}
+
+/// A tick renews many slots: refunds do not wait behind them.
+#[tokio::test(start_paused = true)]
+async fn renewals_leave_room_for_refunds() {
+    let (queue, mut checks, _) = queue_of_channel();
+    let slot = Policies::from(Policy::in_flight("slots", 9).unwrap());
+    let id = Check::take(Key::GLOBAL, &slot, 1).slot().unwrap();
+    let room = queue.renewal_room();
+    for _ in 0..MAX_FLIGHTS {
+        queue.send(Check::renew(Key::GLOBAL, &slot, id));
+    }
+    let renewals = checks.take_all();
+    assert_eq!(renewals.len(), MAX_FLIGHTS / 2);
+    assert_eq!(room - queue.renewal_room(), MAX_FLIGHTS / 2);
+    queue.send(charge(7));
+    assert_eq!(grant_all(checks.take_all()), [7]);
+    grant_all(renewals);
+    sleep(LINGER).await;
+    assert_eq!(grant_all(checks.take_all()).len(), MAX_FLIGHTS / 2);
+    until_idle(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -211,7 +237,7 @@ async fn unsent_refunds_are_retried_while_they_matter() {
     while answered.load(Relaxed) == 1 {
         tokio::select! {
             (_, answer) = checks.next() => answer.send(not_sent()).unwrap(),
-            () = sleep(WAVE_INTERVAL) => {}
+            () = sleep(LINGER) => {}
         }
     }
     let minute = instant() - start;
@@ -270,13 +296,13 @@ async fn unanswered_refunds_are_reported_not_repeated() {
 #[tokio::test(start_paused = true)]
 async fn refunds_beyond_capacity_are_reported() {
     let (queue, mut checks, failures) = queue_of_channel();
-    for _ in 0..CAPACITY + 11 {
+    for _ in 0..MAX_FLIGHTS + CAPACITY + 10 {
         queue.send(charge(1));
     }
-    assert_eq!(failures.0.load(Relaxed), 10, "one was sent immediately");
+    assert_eq!(failures.0.load(Relaxed), 10, "the first ones were sent");
     while queue.shared.is_busy() {
         grant_all(checks.take_all());
-        sleep(WAVE_INTERVAL).await;
+        sleep(LINGER).await;
     }
     assert_eq!(failures.0.load(Relaxed), 10);
 }
@@ -293,9 +319,11 @@ fn the_next_runtime_sends_the_rest() {
     let is_left = || queue.shared.is_busy() && !queue.shared.sender.is_running();
     assert!(is_left());
     queue.send(charge(4));
-    assert!(is_left(), "no runtime: it waits");
-    let (_, answer) = checks.0.try_recv().unwrap();
-    assert!(checks.take_all().is_empty());
+    assert!(is_left(), "no runtime: its reply is not read");
+    let mut sent = checks.take_all();
+    let (_, unsent) = sent.remove(0);
+    unsent.send(not_sent()).unwrap();
+    assert_eq!(grant_all(sent), [2, 3, 4]);
 
     let second = Builder::new_current_thread()
         .enable_all()
@@ -304,17 +332,9 @@ fn the_next_runtime_sends_the_rest() {
         .unwrap();
     second.block_on(async {
         queue.wake();
-        sleep(WAVE_INTERVAL * 2).await;
-        assert_eq!(
-            grant_all(checks.take_all()),
-            [2, 3, 4],
-            "the check in flight is not sent again"
-        );
-        // The reply arrives nevertheless.
-        answer.send(not_sent()).unwrap();
         let (cost, answer) = checks.next().await;
         answer.send(grant(cost)).unwrap();
-        assert_eq!(cost, 1);
+        assert_eq!(cost, 1, "only the unsent check is sent again");
         until_idle(&queue).await;
     });
     assert_eq!(failures.0.load(Relaxed), 0);
@@ -322,25 +342,26 @@ fn the_next_runtime_sends_the_rest() {
 
 /// There is only one sender at a time: work continues when the stalled runtime does.
 #[test]
-fn a_stalled_runtime_delays_operations() {
+fn a_stalled_runtime_delays_retries() {
     let (queue, mut checks, failures) = queue_of_channel();
     let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
     let (still, other) = (runtime(), runtime());
-    still.block_on(async { (1..=2).for_each(|cost| queue.send(charge(cost))) });
+    still.block_on(async { queue.send(charge(1)) });
     let (_, first) = checks.0.try_recv().unwrap();
-    other.block_on(async {
-        queue.send(charge(3));
-        sleep(WAVE_INTERVAL * 5).await;
-        assert!(checks.take_all().is_empty());
+    first.send(not_sent()).unwrap();
+    let second = other.block_on(async {
+        queue.send(charge(2));
+        let (two, second) = checks.next().await;
+        sleep(Duration::from_millis(100)).await;
+        assert!(two == 2 && checks.take_all().is_empty());
         assert_eq!(other.metrics().num_alive_tasks(), 0);
+        second
     });
     still.block_on(async {
-        first.send(grant(1)).unwrap();
-        let (two, answer) = checks.next().await;
-        answer.send(grant(2)).unwrap();
-        let (three, answer) = checks.next().await;
-        answer.send(grant(3)).unwrap();
-        assert_eq!((two, three), (2, 3));
+        second.send(grant(2)).unwrap();
+        let (one, answer) = checks.next().await;
+        answer.send(grant(1)).unwrap();
+        assert_eq!(one, 1);
         until_idle(&queue).await;
     });
     assert_eq!(failures.0.load(Relaxed), 0);
@@ -401,7 +422,7 @@ fn replies_of_ended_runtimes_are_read() {
             answered.send(answer.map(drop)).unwrap()
         });
         // The sender awaits its reply.
-        sleep(WAVE_INTERVAL * 2).await;
+        sleep(LINGER * 2).await;
     });
     let (_, reply) = checks.0.try_recv().unwrap();
     drop(first);
@@ -477,11 +498,11 @@ fn awaited_operations_do_not_leak_the_queue() {
     });
     drop(queue);
     assert!(
-        weak().is_some() && checks.take_all().len() == 1,
+        weak.upgrade().is_some() && checks.take_all().len() == 1,
         "the reply is awaited"
     );
     drop(runtime);
-    assert!(weak().is_none());
+    assert!(weak.upgrade().is_none());
 }
 
 #[test]

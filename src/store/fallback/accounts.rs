@@ -57,8 +57,12 @@ impl Accounts {
         }
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.held.load(Ordering::Acquire)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        self.held.load(Ordering::Acquire) == 0
+        self.len() == 0
     }
 
     /// Returns `true` if no account can be opened.

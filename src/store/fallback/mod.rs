@@ -66,10 +66,12 @@ use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::check::Partition;
 use super::{
-    Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, Waiters, Withdraw, probe,
+    Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, StoreError, Unreconciled,
+    Waiters, Withdraw, probe,
 };
 use crate::background::TaskOwner;
 use crate::limit::{Check, Key};
+use crate::observe::event;
 use crate::util::Clock;
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -329,6 +331,22 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
 
     fn deadline(&self) -> Option<Duration> {
         Some(self.partitions[0].settings.deadline)
+    }
+
+    fn unreconciled(&self) -> Unreconciled {
+        let mut all = Unreconciled::default();
+        for partition in &*self.partitions {
+            all.accounts += partition.accounts.len();
+            all.is_outage |= partition.breaker.is_open();
+            if !partition.accounts.is_empty() {
+                partition.attend();
+            }
+        }
+        all
+    }
+
+    fn failed(&self, error: &StoreError) {
+        self.partitions[0].observe(|observer| observer.failed(&event::Failed::new(None, error)));
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

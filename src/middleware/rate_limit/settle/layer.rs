@@ -66,7 +66,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// - **All policies**, including those of a [dry run](Self::dry_run) and of
     ///   [shadows](Self::shadow).
     /// - **Off the request path.** No response waits for it. A local store settles immediately; for
-    ///   other stores, the operation is sent within a few milliseconds, in batches. Refunds never
+    ///   other stores, the operation is queued before the response's end, ahead of the caller's later checks. Refunds never
     ///   give a caller more quota than if the real cost had been charged in the first place.
     /// - **In an outage** a [`Fallback`](crate::Fallback) settles in the store that decides.
     ///   Without one, unsent operations are retried until they expire. Operations that may have

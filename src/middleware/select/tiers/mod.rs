@@ -362,7 +362,7 @@ impl PolicySelector for Tiers {
             return own.clone();
         }
         if !self.networks.is_empty()
-            && let Some(caller) = key.and_then(Key::to_network)
+            && let Some(caller) = key.and_then(|key| key.to_network())
         {
             if let Some(own) = self.networks.find(caller) {
                 return own.clone();

@@ -6,7 +6,7 @@
 //! larger cost, and that denial is kept too. With [`MAX_COSTS`] denials, a larger cost is told to wait until nothing is
 //! charged, which is never too short, so that a client that varies its cost does not reach Redis with each request.
 //! [`MAX_AGE`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones drop the
-//! caller's denials immediately. Checks with an id are never answered from the cache: the id may have been granted before.
+//! caller's denials when they are queued, and again after the reply. Checks with an id are never answered from the cache: the id may have been granted before.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
@@ -32,8 +32,9 @@ pub(super) struct DenialCache {
 #[derive(Debug)]
 struct Shard {
     callers: BoundedMap<Caller>,
-    /// Time of the last refund or reset. A call sent before that may report an outdated denial.
-    freed_at: i64,
+    /// Time of the last refund or reset of the callers with the same [`slot`](freed_slot). A check that was queued before
+    /// that may report an outdated denial.
+    freed_at: [i64; FREED],
 }
 
 #[derive(Debug)]
@@ -74,6 +75,8 @@ const MAX_COSTS: usize = 4;
 const MAX_HITS: u8 = 15;
 /// Maximum age of a denial in microseconds.
 const MAX_AGE: i64 = 1_000_000;
+/// Number of groups of a shard's callers: a refund delays the next denial of its whole group.
+const FREED: usize = 64;
 
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
@@ -81,7 +84,7 @@ impl DenialCache {
         let shard = |shards| {
             RwLock::new(Shard {
                 callers: BoundedMap::new(max.div_ceil(shards)),
-                freed_at: i64::MIN,
+                freed_at: [i64::MIN; FREED],
             })
         };
         let shards = Shards::new(bounded_map::shards(SHARDS, max), shard);
@@ -110,26 +113,28 @@ impl DenialCache {
         Some(verdicts)
     }
 
-    /// Records Redis's denial of a check whose call was sent at `sent`, if it can answer other checks.
-    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: Instant) {
+    /// Records Redis's denial of a check, if it can answer other checks. The check was queued at `queued`, and its call
+    /// was sent at `sent`.
+    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, queued: Instant, sent: Instant) {
         if !self.is_on {
             return;
         }
+        let queued = self.clock.micros_at(queued);
         if let Some(denial) = Denial::new(check, verdicts, self.clock.micros_at(sent)) {
             self.change(check.key(), |shard, caller, now| {
-                if denial.sent > shard.freed_at && denial.expires_at > now {
+                if queued > shard.freed_at[freed_slot(caller)] && denial.expires_at > now {
                     shard.remember(caller, check.policies(), denial, now);
                 }
             });
         }
     }
 
-    /// Drops the denials of a caller whose check may have freed capacity.
-    pub(super) fn forget(&self, check: &Check) {
+    /// Drops the denials of a caller whose check will free capacity, or may have freed it.
+    pub(super) fn forget(&self, caller: &Key) {
         if self.is_on {
-            self.change(check.key(), |shard, caller, now| {
+            self.change(caller, |shard, caller, now| {
                 shard.callers.remove(caller);
-                shard.freed_at = now;
+                shard.freed_at[freed_slot(caller)] = now;
             });
         }
     }
@@ -146,6 +151,11 @@ impl DenialCache {
                 .fetch_add(after.wrapping_sub(before), Relaxed);
         }
     }
+}
+
+/// The group of a caller within its shard. It uses the word that selects no shard.
+fn freed_slot(caller: Digest) -> usize {
+    caller.hash() as usize % FREED
 }
 
 impl Shard {
@@ -312,7 +322,7 @@ mod tests {
     }
 
     fn deny(denials: &DenialCache, check: &Check) {
-        denials.learn(check, &denied(HOUR), instant());
+        denials.learn(check, &denied(HOUR), instant(), instant());
     }
 
     fn count(denials: &DenialCache) -> usize {
@@ -333,7 +343,7 @@ mod tests {
             (Verdict::NEVER, MAX_AGE),
         ] {
             let denials = DenialCache::new(10);
-            denials.learn(&check, &denied(wait), instant());
+            denials.learn(&check, &denied(wait), instant(), instant());
             for (rest, is_known) in [(holds - 1_000, true), (1_000, false)] {
                 tokio::time::advance(std::time::Duration::from_micros(rest as u64)).await;
                 assert_eq!(
@@ -354,7 +364,7 @@ mod tests {
                 .verdicts(&take(cost))
                 .map(|verdicts| verdicts.first().wait == Verdict::NEVER)
         };
-        denials.learn(&take(101), &denied(Verdict::NEVER), instant());
+        denials.learn(&take(101), &denied(Verdict::NEVER), instant(), instant());
         assert_eq!(
             (wait(101), wait(102), wait(5)),
             (Some(true), Some(true), None)
@@ -406,7 +416,7 @@ mod tests {
             .map(|i| Key::new(i.to_string()))
             .chain([Key::GLOBAL])
         {
-            denials.forget(&Check::reset(key, &lists[0]));
+            denials.forget(&key);
         }
         assert_eq!(
             (count(&denials), denials.caller_count.load(Relaxed)),

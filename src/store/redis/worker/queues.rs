@@ -1,7 +1,7 @@
 //! The queues of unsent checks, one for each runtime and node; a queued check ([`Job`]); and the future that its caller
 //! awaits ([`RedisFuture`]).
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::convert::Infallible;
 use std::future::Future;
 use std::mem;
@@ -9,6 +9,7 @@ use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::runtime::Id;
 use tokio::sync::oneshot;
@@ -16,9 +17,9 @@ use tokio::time::Instant;
 
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Frees, Mode};
+use crate::limit::{Check, Decision, Frees, Key, Mode};
 use crate::store::redis::topology::{Node, Pool};
-use crate::util::{instant, polled_after_completion};
+use crate::util::{RandomState, instant, polled_after_completion};
 
 #[derive(Default)]
 pub(super) struct Queues {
@@ -36,8 +37,15 @@ pub(super) struct NodeQueue {
     pub(super) runtime: Id,
     pub(super) target: Option<Target>,
     pub(super) jobs: Queue<Job>,
+    /// The callers with a [give-back](Check::holds_back_later) in the batch of a worker. Their other checks wait for its
+    /// reply, since another connection might overtake it.
+    giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
+    /// Time at which a worker has last taken [patient](Check::is_patient) checks only.
+    sent_at: Option<Instant>,
+    /// Whether a timer will start a worker for such checks.
+    has_timer: bool,
     /// Dropped with the store, which ends the task that waits for the runtime to shut down.
     pub(super) _store: oneshot::Sender<Infallible>,
 }
@@ -50,16 +58,93 @@ pub(super) struct Target {
 }
 
 impl NodeQueue {
+    /// Creates a queue. If `_store` is dropped, its watch ends.
+    pub(super) fn new(
+        number: NonZeroU64,
+        runtime: Id,
+        target: Option<Target>,
+        jobs: Queue<Job>,
+        _store: oneshot::Sender<Infallible>,
+    ) -> Self {
+        Self {
+            number,
+            runtime,
+            target,
+            jobs,
+            giving_back: HashSet::default(),
+            idle: vec![],
+            sent_at: None,
+            has_timer: false,
+            _store,
+        }
+    }
+
+    /// Moves checks to the batch of a worker, like [`Queue::take`]. Also returns `None` if only
+    /// [patient](Check::is_patient) checks are queued, soon after the last ones were sent. `callers` has the
+    /// callers that the worker's last batch has held back, and afterwards the callers of this batch.
+    pub(super) fn take(
+        &mut self,
+        max: usize,
+        now: Instant,
+        callers: &mut Vec<Key>,
+        to: &mut Vec<Job>,
+    ) -> Option<usize> {
+        self.let_go(callers);
+        let are_patient =
+            self.jobs.waiting() < max && self.jobs.iter().all(|job| job.check.is_patient());
+        if are_patient && self.waits_until(now).is_some() {
+            self.jobs.end_worker();
+            return None;
+        }
+        let Self {
+            jobs, giving_back, ..
+        } = self;
+        let is_held = |job: &Job| !giving_back.is_empty() && giving_back.contains(job.check.key());
+        let left = jobs.take(max, |job| job.weight as usize, is_held, to)?;
+        if are_patient {
+            self.sent_at = Some(now);
+        }
+        for job in to.iter().filter(|job| job.check.holds_back_later()) {
+            if self.giving_back.insert(*job.check.key()) {
+                callers.push(*job.check.key());
+            }
+        }
+        Some(left)
+    }
+
+    /// Returns the time at which patient checks are sent, if that is later.
+    fn waits_until(&self, now: Instant) -> Option<Instant> {
+        let until = self.sent_at? + PATIENCE;
+        (until > now).then_some(until)
+    }
+
+    /// Returns the time at which the caller must call [`on_timer`](Self::on_timer), since no worker runs for the checks
+    /// that are queued.
+    pub(super) fn timer(&mut self, now: Instant) -> Option<Instant> {
+        if self.jobs.needs_worker() && !mem::replace(&mut self.has_timer, true) {
+            return Some(self.waits_until(now).unwrap_or(now));
+        }
+        None
+    }
+
+    /// Lets the checks of these callers pass: the batch with their give-backs has been answered, or has failed.
+    pub(super) fn let_go(&mut self, callers: &mut Vec<Key>) {
+        for caller in callers.drain(..) {
+            self.giving_back.remove(&caller);
+        }
+    }
+
     pub(super) fn is_of(&self, runtime: Id, node: Option<Node>) -> bool {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// Adds a check. Returns its id, and a [`WorkerStart`] if the queue allows another worker.
+    /// Adds a check. Returns its id, and how it is sent.
     ///
     /// # Errors
     ///
     /// [`Full`], unless another queue has accepted the check before.
-    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Option<WorkerStart>), Full> {
+    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Sending), Full> {
+        let (since, is_patient) = (job.since, job.check.is_patient());
         let (id, starts) = match job.id {
             Some(id) => (id, self.jobs.put(job)),
             None => {
@@ -68,17 +153,68 @@ impl NodeQueue {
                     number: self.jobs.next_number(),
                 };
                 job.id = Some(id);
+                if is_patient {
+                    let waits = self.jobs.push_quietly(job)?;
+                    return Ok((
+                        id,
+                        if waits {
+                            self.send_soon(since)
+                        } else {
+                            Sending::Begun
+                        },
+                    ));
+                }
                 (id, self.jobs.push(job)?)
             }
         };
-        let start = starts.then(|| WorkerStart {
+        let sending = if starts {
+            Sending::By(self.worker_start())
+        } else {
+            Sending::Begun
+        };
+        Ok((id, sending))
+    }
+
+    /// Sends patient checks, for which no worker runs: immediately, or soon after the last ones.
+    fn send_soon(&mut self, now: Instant) -> Sending {
+        if self.waits_until(now).is_some() {
+            self.timer(now).map_or(Sending::Begun, Sending::At)
+        } else {
+            self.start().map_or(Sending::Begun, Sending::By)
+        }
+    }
+
+    /// Returns a worker for the queued checks, unless one runs. Call it when the timer has elapsed.
+    pub(super) fn on_timer(&mut self) -> Option<WorkerStart> {
+        self.has_timer = false;
+        self.start()
+    }
+
+    fn start(&mut self) -> Option<WorkerStart> {
+        self.jobs.start().then(|| self.worker_start())
+    }
+
+    fn worker_start(&mut self) -> WorkerStart {
+        WorkerStart {
             queue_number: self.number,
             task: self.idle.pop(),
             target: self.target.clone(),
-        });
-        Ok((id, start))
+        }
     }
 }
+
+/// How a queued check is sent.
+pub(super) enum Sending {
+    /// By a worker that runs, or by one that the timer starts.
+    Begun,
+    /// By this worker, which the caller must start.
+    By(WorkerStart),
+    /// By a worker that the caller must start at this time, unless one runs then.
+    At(Instant),
+}
+
+/// Time for which [patient](Check::is_patient) checks wait for others after the last ones were sent.
+const PATIENCE: Duration = Duration::from_millis(2);
 
 /// A worker to start. The queue has counted it.
 pub(super) struct WorkerStart {
@@ -94,6 +230,13 @@ impl Queues {
         self.each
             .iter()
             .any(|queue| queue.number == id.queue && queue.jobs.has(id.number))
+            || self.have_held(id)
+    }
+
+    /// Returns `true` if a worker has put the job back.
+    fn have_held(&self, id: JobId) -> bool {
+        let mut held = self.each.iter().flat_map(|queue| &queue.jobs.held);
+        held.any(|job| job.id == Some(id))
     }
 
     /// Returns `true` if the job is in any queue, possibly after a redirection.
@@ -134,6 +277,9 @@ impl Queues {
 #[derive(Debug)]
 pub(super) struct Queue<J> {
     jobs: VecDeque<J>,
+    /// Jobs that a worker has put back, because another worker's batch holds them back. That worker takes them when its
+    /// batch has ended.
+    held: Vec<J>,
     max_jobs: usize,
     /// Number of jobs that have left the queue. Jobs are numbered in order of arrival, so this is the number of the
     /// oldest queued job.
@@ -153,6 +299,7 @@ impl<J> Queue<J> {
     pub(super) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
         Self {
             jobs: VecDeque::new(),
+            held: vec![],
             max_jobs,
             left: 0,
             workers: 0,
@@ -167,10 +314,40 @@ impl<J> Queue<J> {
     ///
     /// [`Full`].
     pub(super) fn push(&mut self, job: J) -> Result<bool, Full> {
-        if self.jobs.len() >= self.max_jobs {
+        if self.waiting() >= self.max_jobs {
             return Err(Full);
         }
         Ok(self.put(job))
+    }
+
+    /// Adds a job for which no worker need be started. Returns `true` if none runs.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`].
+    fn push_quietly(&mut self, job: J) -> Result<bool, Full> {
+        if self.waiting() >= self.max_jobs {
+            return Err(Full);
+        }
+        self.jobs.push_back(job);
+        Ok(self.workers == 0)
+    }
+
+    /// Returns `true` if jobs are queued and no worker runs.
+    fn needs_worker(&self) -> bool {
+        self.workers == 0 && !self.jobs.is_empty()
+    }
+
+    /// Like [`needs_worker`](Self::needs_worker). If `true`, the caller must start a worker, which is counted already.
+    fn start(&mut self) -> bool {
+        let starts = self.needs_worker();
+        self.workers += usize::from(starts);
+        starts
+    }
+
+    /// Subtracts a worker that ends, and leaves jobs behind.
+    fn end_worker(&mut self) {
+        self.workers -= 1;
     }
 
     /// Like [`push`](Self::push), for a job that another queue has accepted: it ignores the maximum.
@@ -184,12 +361,17 @@ impl<J> Queue<J> {
 
     /// The queued jobs.
     pub(super) fn iter(&self) -> impl Iterator<Item = &J> {
-        self.jobs.iter()
+        self.held.iter().chain(&self.jobs)
+    }
+
+    /// The number of queued jobs.
+    fn waiting(&self) -> usize {
+        self.held.len() + self.jobs.len()
     }
 
     /// Returns `true` if no job is queued and no worker runs.
     pub(super) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.workers == 0
+        self.waiting() == 0 && self.workers == 0
     }
 
     /// The number of the next job.
@@ -202,53 +384,67 @@ impl<J> Queue<J> {
         (self.left..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Returns the
-    /// number of jobs left.
+    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Puts those
+    /// back that are held, which a later call moves. Returns the number of jobs left.
     ///
-    /// Returns `None` if no job was queued: the worker is subtracted, and must end.
+    /// Returns `None` if no job was moved: the worker is subtracted, and must end. A job that is held is moved by the
+    /// worker that holds it back, when its batch has ended.
     pub(super) fn take(
         &mut self,
         max: usize,
         weight: impl Fn(&J) -> usize,
+        is_held: impl Fn(&J) -> bool,
         to: &mut Vec<J>,
     ) -> Option<usize> {
-        if self.jobs.is_empty() {
-            self.workers -= 1;
-            return None;
-        }
-        let mut left = max;
-        let fits = |job: &&J| {
-            let rest = left.checked_sub(weight(job));
+        let before = to.len();
+        let (mut left, mut is_first) = (max, true);
+        let mut fits = |job: &J| {
+            let rest = left.checked_sub(weight(job)).or(is_first.then_some(0));
+            is_first = false;
             left = rest.unwrap_or(0);
             rest.is_some()
         };
-        let count = self.jobs.iter().take_while(fits).count().max(1);
-        to.extend(self.jobs.drain(..count));
-        self.left += count as u64;
-        Some(self.jobs.len())
+        let freed = self.held.extract_if(.., |job| !is_held(job) && fits(job));
+        to.extend(freed);
+        while let Some(job) = self.jobs.front() {
+            let is_held = is_held(job);
+            if !is_held && !fits(job) {
+                break;
+            }
+            let to = if is_held { &mut self.held } else { &mut *to };
+            to.extend(self.jobs.pop_front());
+            self.left += 1;
+        }
+        if to.len() == before {
+            self.workers -= 1;
+            return None;
+        }
+        Some(self.waiting())
     }
 
     /// Moves all jobs to a worker that fails them together with the jobs that it could not send.
     pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
         self.left = self.next_number();
-        to.extend(self.jobs.drain(..));
+        to.extend(self.held.drain(..).chain(self.jobs.drain(..)));
     }
 
     /// Subtracts a worker that was dropped. If it was the last one, returns the queued jobs, which must be failed:
     /// another push might never come.
     #[must_use]
-    pub(super) fn leave(&mut self) -> VecDeque<J> {
+    pub(super) fn leave(&mut self) -> Vec<J> {
         self.workers -= 1;
-        if self.workers > 0 {
-            return VecDeque::new();
+        let mut left = vec![];
+        if self.workers == 0 {
+            self.take_all(&mut left);
         }
-        self.left = self.next_number();
-        mem::take(&mut self.jobs)
+        left
     }
 
     /// The jobs of a queue whose workers have all ended.
-    pub(super) fn into_jobs(self) -> VecDeque<J> {
-        self.jobs
+    pub(super) fn into_jobs(mut self) -> Vec<J> {
+        let mut left = vec![];
+        self.take_all(&mut left);
+        left
     }
 }
 
@@ -463,7 +659,7 @@ mod tests {
                         .queue
                         .lock()
                         .unwrap()
-                        .take(1, |_| 1, &mut jobs)
+                        .take(1, |_| 1, |_| false, &mut jobs)
                         .is_none()
                 {
                     return;
@@ -475,7 +671,7 @@ mod tests {
                 .queue
                 .lock()
                 .unwrap()
-                .take(1, |_| 1, &mut jobs)
+                .take(1, |_| 1, |_| false, &mut jobs)
                 .is_some()
             {
                 if matches!(fate, Fate::Fails) {
@@ -536,7 +732,9 @@ mod tests {
             .for_each(|weight| drop(queue.push(weight)));
         let mut take = || {
             let mut taken = vec![];
-            queue.take(5, |weight| *weight, &mut taken).map(|_| taken)
+            queue
+                .take(5, |weight| *weight, |_| false, &mut taken)
+                .map(|_| taken)
         };
         assert_eq!(
             [take(), take(), take(), take(), take()].map(Option::unwrap_or_default),
@@ -552,6 +750,26 @@ mod tests {
         let mut queue = Queue::new(10, 2, 0);
         let starts: Vec<bool> = (0..3).map(|job| queue.push(job).unwrap()).collect();
         assert_eq!(starts, [true, true, false]);
+    }
+
+    #[test]
+    fn held_jobs_come_first_when_they_are_free() {
+        let mut queue = Queue::new(4, 2, 0);
+        [1, 2, 3, 1]
+            .into_iter()
+            .for_each(|job| drop(queue.push(job)));
+        let mut take = |max, held: &[i32]| {
+            let mut taken = vec![];
+            let left = queue.take(max, |_| 1, |job| held.contains(job), &mut taken);
+            let is_full = queue.push(9).is_err();
+            queue.jobs.retain(|job| *job != 9);
+            (left, taken, is_full)
+        };
+        assert_eq!(take(1, &[1]), (Some(3), vec![2], false));
+        assert_eq!(take(9, &[1]), (Some(2), vec![3], false));
+        assert_eq!(take(9, &[1]), (None, vec![], false), "the worker ends");
+        assert_eq!(take(1, &[]), (Some(1), vec![1], false));
+        assert_eq!(take(9, &[]), (Some(0), vec![1], false));
     }
 
     /// A job is either withdrawn by its caller or taken by a worker.
@@ -573,7 +791,7 @@ mod tests {
                     .queue
                     .lock()
                     .unwrap()
-                    .take(1, |_| 1, &mut jobs)
+                    .take(1, |_| 1, |_| false, &mut jobs)
                     .is_some()
                 {
                     worker.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));

@@ -13,11 +13,12 @@ use std::time::Duration;
 use redis::FromRedisValue;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use super::denials::DenialCache;
 use super::queues::{
-    Full, Job, JobId, NodeQueue, Placed, Queue, Queues, RedisFuture, Target, no_runtime,
+    Full, Job, JobId, NodeQueue, Placed, Queue, Queues, RedisFuture, Sending, Target, WorkerStart,
+    no_runtime,
 };
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
@@ -153,6 +154,10 @@ impl Hooks for RedisStore {
         Some(self.inner.settings.timeout)
     }
 
+    fn failed(&self, error: &StoreError) {
+        self.inner.failed(error);
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner.observer.get_or_init(|| Arc::clone(observer));
     }
@@ -270,17 +275,8 @@ impl Shared {
             queue_number: number,
             store,
         };
-        (
-            NodeQueue {
-                number,
-                runtime: runtime.id(),
-                target,
-                jobs,
-                idle: vec![],
-                _store,
-            },
-            watch,
-        )
+        let queue = NodeQueue::new(number, runtime.id(), target, jobs, _store);
+        (queue, watch)
     }
 
     /// Answers a check from the cached denials, or queues it.
@@ -289,8 +285,15 @@ impl Shared {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
         let partition = self.topology.partition(check.key());
+        let giver = check.gives_room().then_some(*check.key());
         match self.enqueue(check, partition) {
-            Ok(future) => Answer::pending(future),
+            Ok(future) => {
+                // After it is queued: a denial of a check that is queued before it must not be cached.
+                if let Some(caller) = giver {
+                    self.denials.forget(&caller);
+                }
+                Answer::pending(future)
+            }
             Err(error) => Answer::ready(Err(error.not_sent())),
         }
     }
@@ -322,26 +325,59 @@ impl Shared {
         }
     }
 
-    /// Adds a check to the queue of a node, and starts a worker if the queue allows another.
+    /// Adds a check to the queue of a node, and starts a worker or a timer if it needs one.
     fn put(
         self: &Arc<Self>,
         runtime: &Handle,
         node: Option<Node>,
         job: Job,
     ) -> Result<JobId, Full> {
-        let (id, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
-        if let Some(start) = start {
-            let worker = Worker::new(self, start.queue_number);
-            let unsent = match start.task {
-                Some(task) => task.send(worker).err(),
-                None => Some(worker),
-            };
-            if let Some(worker) = unsent {
-                // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
-                runtime.spawn(worker.run(start.target));
-            }
+        let push = |queue: &mut NodeQueue| (queue.push(job), queue.number);
+        let (pushed, queue_number) = self.with_queue(runtime, node, push);
+        let (id, sending) = pushed?;
+        match sending {
+            Sending::Begun => {}
+            Sending::By(start) => self.start_worker(runtime, start),
+            Sending::At(time) => self.start_worker_at(time, runtime, queue_number),
         }
         Ok(id)
+    }
+
+    fn start_worker(self: &Arc<Self>, runtime: &Handle, start: WorkerStart) {
+        let worker = Worker::new(self, start.queue_number);
+        let unsent = match start.task {
+            Some(task) => task.send(worker).err(),
+            None => Some(worker),
+        };
+        if let Some(worker) = unsent {
+            // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
+            runtime.spawn(worker.run(start.target));
+        }
+    }
+
+    /// Starts a worker for the checks that are queued at this time, unless one runs.
+    pub(super) fn start_worker_at(
+        self: &Arc<Self>,
+        time: Instant,
+        runtime: &Handle,
+        queue_number: NonZeroU64,
+    ) {
+        drop(runtime.spawn(Self::start_later(Arc::downgrade(self), queue_number, time)));
+    }
+
+    async fn start_later(this: Weak<Self>, queue_number: NonZeroU64, time: Instant) {
+        sleep_until(time).await;
+        let (Some(this), Ok(runtime)) = (this.upgrade(), Handle::try_current()) else {
+            return;
+        };
+        let start = {
+            let mut queues = this.queues();
+            let queue = queues.of(queue_number);
+            queue.and_then(NodeQueue::on_timer)
+        };
+        if let Some(start) = start {
+            this.start_worker(&runtime, start);
+        }
     }
 
     /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
@@ -449,15 +485,16 @@ impl Shared {
         {
             self.lacks_right(error);
         }
+        let queued_at = job.since;
         job.answer(|check| {
             if check.gives_room() {
                 // Also after an error: Redis may have run the check.
-                self.denials.forget(&check);
+                self.denials.forget(check.key());
                 self.waiters.freed(&check);
             } else if let Ok(verdicts) = &verdicts
                 && !verdicts.each.iter().all(Verdict::is_allowed)
             {
-                self.denials.learn(&check, verdicts, sent_at);
+                self.denials.learn(&check, verdicts, queued_at, sent_at);
             }
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });

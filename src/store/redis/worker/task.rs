@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use redis::{RedisError, ServerErrorKind, Value};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
@@ -16,6 +17,7 @@ use tokio::time::{Instant, sleep};
 use super::queues::{Job, Target, no_runtime};
 use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
+use crate::limit::Key;
 use crate::observe::event;
 use crate::store::redis::link::{Replies, error_of, replies_within};
 use crate::store::redis::script::ScriptCall;
@@ -170,12 +172,13 @@ impl Worker {
 
     /// Takes checks. Returns the number of checks left in the queue, or ends the worker if there were none.
     fn take_jobs(&mut self, max: usize) -> ControlFlow<Next, usize> {
-        let jobs = &mut self.batch.jobs;
+        let Batch { jobs, callers, .. } = &mut self.batch;
         let mut queues = self.inner.queues();
         let Some(queue) = queues.of(self.queue_number) else {
             return ControlFlow::Break(None);
         };
-        if let Some(waiting) = queue.jobs.take(max, |job| job.weight as usize, jobs) {
+        let now = instant();
+        if let Some(waiting) = queue.take(max, now, callers, jobs) {
             return ControlFlow::Continue(waiting);
         }
         // `fail` may have moved a whole queue into this buffer.
@@ -183,6 +186,12 @@ impl Worker {
         self.counted = false;
         let (task, next) = oneshot::channel();
         queue.idle.push(task);
+        let timer = queue.timer(now);
+        drop(queues);
+        if let (Some(time), Ok(runtime)) = (timer, Handle::try_current()) {
+            self.inner
+                .start_worker_at(time, &runtime, self.queue_number);
+        }
         ControlFlow::Break(Some(next))
     }
 
@@ -345,11 +354,10 @@ impl Drop for Worker {
         if !self.counted {
             return;
         }
-        let waiting = self
-            .inner
-            .queues()
-            .of(self.queue_number)
-            .map(|queue| queue.jobs.leave());
+        let waiting = self.inner.queues().of(self.queue_number).map(|queue| {
+            queue.let_go(&mut self.batch.callers);
+            queue.jobs.leave()
+        });
         for job in self.batch.jobs.drain(..) {
             let error = if self.sent {
                 no_runtime()
@@ -370,6 +378,8 @@ impl Drop for Worker {
 pub(super) struct Batch {
     /// Grouped by call.
     jobs: Vec<Job>,
+    /// The callers whose other checks wait for the reply, because they give something back in this batch.
+    callers: Vec<Key>,
     /// The first `len` calls are in use. The others are empty, for reuse.
     calls: Vec<ScriptCall>,
     len: usize,
@@ -386,7 +396,9 @@ impl Batch {
 
     /// Groups the checks and builds the calls. `now` is 0 for Redis's own time.
     fn make_calls(&mut self, topology: &Topology, prefix: &str, now: i64) {
-        let Self { jobs, calls, len } = self;
+        let Self {
+            jobs, calls, len, ..
+        } = self;
         let cluster = topology.cluster();
         if let Some(cluster) = cluster {
             // While a slot migrates, each caller gets a separate call: the keys of different callers may be on
