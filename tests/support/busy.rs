@@ -34,6 +34,7 @@ pub enum Work {
     /// A blocking call.
     Sleep,
     /// A computation.
+    #[allow(dead_code, reason = "not all targets have it")]
     Spin,
 }
 

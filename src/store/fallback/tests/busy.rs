@@ -105,7 +105,7 @@ async fn an_outage_is_found_on_a_late_runtime() {
     let since = Instant::now();
     while !store.is_degraded() {
         assert!(since.elapsed() < Duration::from_secs(60), "no outage found");
-        decided_while_busy(store.check(take("1000/s"))).await;
+        let _ = decided_while_busy(store.check(take("1000/s"))).await;
         yield_now().await;
     }
     let local = store.check(take("1000/s"));
@@ -138,7 +138,7 @@ async fn a_late_trial_is_followed_by_another() {
     primary.set(Manner::Each(unreachable));
     burst(&store, &policies(Strategy::Gcra, "10/100d"), 1).await;
     primary.set(Manner::Swallows);
-    decided_while_busy(store.check(take("10/100d"))).await;
+    let _ = decided_while_busy(store.check(take("10/100d"))).await;
     assert_eq!((notices.failures(), store.is_degraded()), (1, false));
     primary.set(Manner::AtOnce);
     let decision = store.check(take("10/100d")).await.unwrap();
