@@ -442,7 +442,7 @@ impl Run {
         for name in &names[..rng.usize(1..=3)] {
             let strategy = *rng.choice(Strategy::ALL).unwrap();
             let strategy = vary(&mut rng, strategy);
-            let policy = Policy::new(*name, strategy, quota(&mut rng, strategy)).unwrap();
+            let policy = Policy::new(name, strategy, quota(&mut rng, strategy)).unwrap();
             each.push(PolicyModel::new(&policy, strategy));
             policies.push(policy);
         }

@@ -3,10 +3,10 @@
 use std::num::NonZeroU32;
 
 use tokio::task::yield_now;
-use tokio::time::Instant;
 
 use super::*;
 use crate::limit::Source;
+use crate::util::instant;
 
 /// Delay that a handler causes.
 const HANDLER: Duration = Duration::from_millis(300);
@@ -53,7 +53,7 @@ fn take(quota: &str) -> Check {
 async fn decided_while_busy(
     answer: impl Future<Output = Result<Decision, StoreError>> + Send + 'static,
 ) -> (Decision, Duration) {
-    let since = Instant::now();
+    let since = instant();
     let check = tokio::spawn(answer);
     yield_now().await;
     while !check.is_finished() {
@@ -102,7 +102,7 @@ async fn a_runtime_that_is_always_late_opens_nothing() {
 async fn an_outage_is_found_on_a_late_runtime() {
     let (store, primary, _) = busy();
     primary.set(Manner::Silent);
-    let since = Instant::now();
+    let since = instant();
     while !store.is_degraded() {
         assert!(since.elapsed() < Duration::from_secs(60), "no outage found");
         let _ = decided_while_busy(store.check(take("1000/s"))).await;
@@ -117,7 +117,7 @@ async fn an_outage_is_found_on_a_late_runtime() {
 async fn a_silence_after_a_late_notice_is_a_failure() {
     let (store, primary, notices) = busy();
     primary.set(Manner::Silent);
-    let since = Instant::now();
+    let since = instant();
     let check = tokio::spawn(store.check(take("10/100d")));
     yield_now().await;
     advance(HANDLER).await;
@@ -151,7 +151,7 @@ async fn a_deadline_of_zero_is_no_late_notice() {
     let (store, primary, notices) = busy();
     let store = store.deadline(Duration::ZERO);
     primary.set(Manner::Silent);
-    let since = Instant::now();
+    let since = instant();
     assert_eq!(
         burst(&store, &policies(Strategy::Gcra, "10/100d"), 3).await,
         3
