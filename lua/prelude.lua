@@ -19,8 +19,7 @@
 --   charge(policy, key, now, cost, ...)
 --       the state after charging a cost
 --   refund(policy, key, now, cost, of, ...)
---       the units by which the count is lower, where a part of a unit counts as one, and the new state. The
---       cost is a part of the charge that `of` describes: its cost; its age; the `reset` of its answer;
+--       the deducted units, where a part of a unit counts as one, and the new state. The cost is a part of the charge that `of` describes: its cost; its age; the `reset` of its answer;
 --       whether it is a turn
 --   reset(policy, now, ...)
 --       microseconds until the state equals a fresh one

@@ -121,7 +121,7 @@ impl PolicyModel {
         }
     }
 
-    /// Lets the time pass.
+    /// Removes the charges that have expired or drained at `now`.
     fn pass_to(&mut self, now: i64) {
         let strategy = self.strategy;
         let (limit, period) = (self.limit, self.period);
@@ -269,7 +269,7 @@ impl PolicyModel {
                 })
             }
             Rule::Level(level, _) => {
-                // What may have drained of it is not refunded.
+                // The drained part is not refunded.
                 let drained = i128::from(now - charge.at) * i128::from(self.limit);
                 let left = i128::from(charge.cost) * period - drained;
                 let refunded = left.min(i128::from(part) * period).min(*level).max(0);
@@ -338,7 +338,7 @@ impl Model {
                 Mode::Take => (cost, if cost <= least { cost } else { 0 }),
                 Mode::UpTo => (cost.min(1), cost.min(least).max(0)),
                 Mode::Peek => (cost, 0),
-                // A debt of one capacity, under each policy by itself.
+                // Each policy separately allows a debt of one capacity.
                 Mode::Charge => (
                     cost.min(1) - model.capacity,
                     cost.min(room + model.capacity).max(0),
@@ -410,7 +410,7 @@ fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     }
 }
 
-/// What the checks of a run have covered.
+/// Numbers of checks, by kind.
 #[derive(Debug, Default)]
 struct Coverage {
     checks: u64,

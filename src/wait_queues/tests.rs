@@ -503,7 +503,7 @@ async fn turns_given_up_keep_the_burst() {
     let mut waiters = [100, 100, 25].map(|cost| Box::pin(passes(cost)));
     for waiter in &mut waiters {
         assert!(waiter.now_or_never().is_none());
-        // Its turn is reserved meanwhile.
+        // Its turn is reserved in this time.
         sleep(Duration::from_millis(10)).await;
     }
     let [first, second, later] = waiters;

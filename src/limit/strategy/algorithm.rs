@@ -46,8 +46,8 @@ pub(crate) trait Algorithm: Default {
     /// Charges `cost`, even beyond the limit.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get
-    /// more than if only the rest had been charged. Returns the amount by which the count is lower,
-    /// where a part of a unit counts as one; 0 means that nothing has changed.
+    /// more than if only the rest had been charged. Returns the deducted amount, where a
+    /// part of a unit counts as one; 0 means that nothing has changed.
     fn refund(
         &mut self,
         params: &Params,

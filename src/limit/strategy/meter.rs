@@ -178,7 +178,7 @@ impl<const LETTER: char> Meter<LETTER> {
         }
     }
 
-    /// Returns `true` if the meter is empty when this turn ends, so that nothing was charged after it.
+    /// Returns `true` if the meter is empty when this turn ends: no charge follows it.
     fn is_last(params: &Params, of: &PolicyCharge, level: i64) -> bool {
         let ends = of.left().min(params.furthest);
         (level - ends * params.ticks).abs() <= ROUNDING * params.ticks

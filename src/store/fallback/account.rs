@@ -526,7 +526,7 @@ mod tests {
         }
     }
 
-    /// Of a bucket that refills gradually, the primary store counts no unit more than without the outage.
+    /// Under gradual buckets, the primary store counts no unit more than without the outage.
     #[test]
     fn a_reconciliation_rounds_no_unit_up() {
         let gradual = |strategy: &&Strategy| strategy.frees().is_gradual();

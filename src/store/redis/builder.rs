@@ -265,7 +265,7 @@ impl RedisStoreBuilder {
     /// policies, with up to four costs each, at about 200 bytes for a denial. A denial applies to all checks of
     /// its cost, except checks with an id. Under fixed windows and buckets that refill gradually, the wait of a
     /// larger cost follows from it. Under other strategies, Redis decides a larger cost too, but at most four
-    /// costs a second: further ones are told to wait until nothing is charged, which may be too long. A cost
+    /// costs a second: the reported wait of further costs ends when nothing is charged, which may be too long. A cost
     /// below all denied ones is always decided by Redis, since it may pass. The least active callers are
     /// dropped first, so a flood of denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {

@@ -368,8 +368,8 @@ fn an_immediate_refund_restores_the_excess() {
     }
 }
 
-/// Of the previous window of a sliding counter only an estimated part counts, but a refund lowers its
-/// whole count.
+/// Only an estimated part of a sliding counter's previous window counts, but a refund lowers the whole
+/// count of that window.
 #[test]
 fn a_refund_reports_what_it_deducts() {
     let quota = "100/10s".parse().unwrap();
@@ -382,7 +382,7 @@ fn a_refund_reports_what_it_deducts() {
     assert_eq!(decide(take(20), 9).granted, 20);
     assert_eq!(decide(take(10), 18).first().remaining, 100 - 4 - 10);
     let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
-    // The rest of 12 in the previous window, of which a fifth counts.
+    // A fifth of the remaining 12 in the previous window counts.
     assert_eq!((refunded.granted, refunded.first().remaining), (18, 97));
     let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
     assert_eq!((refunded.granted, refunded.first().remaining), (12, 100));

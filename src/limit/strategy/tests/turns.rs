@@ -1,5 +1,5 @@
-//! Turns that are reserved ahead, some of them given up or settled below their cost: whatever the
-//! order, what is used stays within the quota.
+//! Turns that are reserved ahead, some of them given up or settled below their cost. In any order, the
+//! used units stay within the quota.
 
 use super::*;
 use crate::limit::{Decision, Source, Verdicts};
@@ -74,7 +74,7 @@ impl Turns {
         self.refund(&turn, turn.granted()) > 0
     }
 
-    /// Sets the time, and lets the turns pass that are due.
+    /// Sets the time. The due turns pass.
     fn pass_to(&mut self, now: i64) {
         self.now = now;
         let due = self.waiting.extract_if(.., |(_, due)| *due <= now);
@@ -161,8 +161,8 @@ fn turns_given_up_never_exceed_the_burst() {
     );
 }
 
-/// Of the waiters of two processes some leave. In a process the turn of a waiter that has left serves
-/// the next one of its cost; if there is none, it is refunded, or expires unused.
+/// Some waiters of two processes leave. In a process the turn of a waiter that has left serves the next
+/// waiter with that cost. A turn without such a waiter is refunded, or expires unused.
 #[test]
 fn turns_given_up_leave_the_quota_usable() {
     const SECONDS: i64 = 1_000;

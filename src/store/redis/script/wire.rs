@@ -3,7 +3,7 @@
 use crate::limit::{Frees, Kind, Mode, Policy, strategies};
 
 /// Calls a macro with the constants that both halves share, except the numbers of strategies: modes, problems, the
-/// number of requests in flight as a kind of count, and in place of a mode that of a check that records an id.
+/// number of requests in flight as a kind of count, and the mode of a check that only records an id.
 macro_rules! numbers {
     ($with:ident) => {
         $with! {

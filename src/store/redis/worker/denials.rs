@@ -3,7 +3,7 @@
 //! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
 //! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost under the same policies,
 //! and of a larger cost whose wait [follows](crate::limit::Verdict::knows_wait_of_larger) from it. Redis decides any other
-//! larger cost, and that denial is kept too. With [`MAX_COSTS`] denials, a larger cost is told to wait until nothing is
+//! larger cost, and that denial is kept too. With [`MAX_COSTS`] denials, the wait of a larger cost lasts until nothing is
 //! charged, which is never too short, so that a client that varies its cost does not reach Redis with each request.
 //! [`MAX_AGE`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones drop the
 //! caller's denials when they are queued, and again after the reply. Checks with an id are never answered from the cache: the id may have been granted before.
