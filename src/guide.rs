@@ -96,7 +96,9 @@ pub mod upgrades {}
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [keys]: crate::guide::keys
 /// [kinds]: crate::guide::runbook#fixes-by-kind
+/// [lease-limits]: crate::guide::leases#limits-and-failures
 /// [leases]: crate::guide::leases
+/// [outage]: crate::guide::faults#promises
 /// [partitions]: crate::guide::sizing#partitions
 /// [proxies]: crate::guide::keys#behind-proxies
 /// [rights]: crate::guide::servers#rights
@@ -184,6 +186,7 @@ pub mod comparison {}
 /// All known faults, with the guarantees for each.
 ///
 /// [cluster]: crate::guide::running#a-cluster
+/// [leases]: crate::guide::leases#limits-and-failures
 /// [running]: crate::guide::running#failures-in-short
 /// [servers]: crate::guide::servers#charges-lost-in-a-failover
 /// [settling]: crate::guide::settling#requests-in-flight

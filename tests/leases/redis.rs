@@ -198,7 +198,8 @@ async fn short_pauses_lose_nothing() {
             missing.is_some_and(|missing| missing <= lost() + may_drain)
         })
         .await;
-        assert!(by_source[&Source::Leased] > granted / 2, "{by_source:?}");
+        // Redis is paused half of the time, and each pause is an outage for a fallback with this deadline.
+        assert!(by_source[&Source::Leased] > granted / 10, "{by_source:?}");
     }
 }
 
