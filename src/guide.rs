@@ -63,6 +63,7 @@ pub mod waiting {}
 
 /// Deployment: placement of Redis, failures.
 ///
+/// [busy]: crate::guide::faults#a-busy-runtime
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [failover]: crate::guide::servers#charges-lost-in-a-failover
 /// [faults]: crate::guide::faults
@@ -90,6 +91,7 @@ pub mod upgrades {}
 
 /// Common mistakes, a production checklist, and the meaning of messages.
 ///
+/// [busy]: crate::guide::faults#a-busy-runtime
 /// [by-hand]: crate::guide::runbook#one-caller-by-hand
 /// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [dry-run]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
@@ -112,12 +114,14 @@ pub mod pitfalls {}
 
 /// The meaning of each alert, what to check, and how to fix it; one caller's counts.
 ///
+/// [busy]: crate::guide::faults#a-busy-runtime
 /// [codes]: crate::guide::pitfalls#error-codes
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [metrics]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
 /// [options]: crate::guide::options#stores
+/// [order]: crate::guide::pitfalls#the-order-of-layers
 /// [proxies]: crate::guide::keys#behind-proxies
 /// [rights]: crate::guide::servers#rights
 /// [throughput]: crate::guide::sizing#throughput-over-a-distance
@@ -151,6 +155,7 @@ pub mod choosing {}
 
 /// All options of layers and stores, with their defaults.
 ///
+/// [busy]: crate::guide::faults#a-busy-runtime
 /// [distance]: crate::guide::sizing#throughput-over-a-distance
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::sizing#partitions
@@ -188,6 +193,7 @@ pub mod comparison {}
 /// [cluster]: crate::guide::running#a-cluster
 /// [leases]: crate::guide::leases#limits-and-failures
 /// [running]: crate::guide::running#failures-in-short
+/// [runtime-late]: crate::guide::pitfalls#runtime-late
 /// [servers]: crate::guide::servers#charges-lost-in-a-failover
 /// [settling]: crate::guide::settling#requests-in-flight
 /// [waiting]: crate::guide::waiting#turns
