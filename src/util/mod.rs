@@ -4,6 +4,7 @@ mod clock;
 mod jitter;
 mod patience;
 mod seed;
+mod yields;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,6 +15,7 @@ pub(crate) use patience::{Notice, Patient, patient};
 pub(crate) use seed::RandomState;
 #[cfg(test)]
 pub(crate) use seed::Seed;
+pub(crate) use yields::yield_to_others;
 
 /// Panics like std's futures when they are polled after completion. Pending forever or completing
 /// again would hide the caller's mistake.

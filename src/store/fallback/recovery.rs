@@ -21,7 +21,6 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::{Either, join_all, select};
-use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use super::account::is_reply;
@@ -32,7 +31,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
 use crate::observe::event;
 use crate::store::{Answer, Store, probe};
-use crate::util::{instant, jittered, patient};
+use crate::util::{instant, jittered, patient, yield_to_others};
 
 /// Time after which no further wait for other instances that reconcile begins, and the longest of these waits.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
@@ -247,7 +246,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 examined += self.accounts.sweep(shard, self.clock.micros(), &mut owed);
                 if examined >= EXAMINED {
                     examined = 0;
-                    yield_now().await;
+                    yield_to_others().await;
                 }
             }
         }

@@ -335,7 +335,7 @@ impl<J> Queue<J> {
 
     /// Returns `true` if jobs are queued and no worker runs.
     fn needs_worker(&self) -> bool {
-        self.workers == 0 && !self.jobs.is_empty()
+        self.workers == 0 && self.waiting() > 0
     }
 
     /// Like [`needs_worker`](Self::needs_worker). If `true`, the caller must start a worker, which is counted already.

@@ -11,7 +11,6 @@ use std::time::Duration;
 use redis::{RedisError, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
-use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
 use super::queues::{Job, Target, no_runtime};
@@ -23,7 +22,7 @@ use crate::store::redis::link::{Replies, error_of, replies_within};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool, Topology};
-use crate::util::{contain, instant};
+use crate::util::{contain, instant, yield_to_others};
 
 /// Maximum number of times that a worker yields to let more checks arrive.
 const GATHER: u32 = 4;
@@ -139,7 +138,7 @@ impl Worker {
         };
         let mut before = pushed();
         for _ in 0..GATHER {
-            yield_now().await;
+            yield_to_others().await;
             let now = pushed();
             if now == before {
                 break;

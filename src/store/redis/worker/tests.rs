@@ -14,10 +14,13 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
+use tokio::time::timeout;
 
 use super::queues::{Job, JobId, RedisFuture};
 use super::task::Worker;
 use crate::error::ErrorKind;
+use crate::limit::{Check, Key, Policies, Policy};
 use crate::store::{RedisStore, Store};
 use crate::support::{RedisServer, check, free_port, until};
 
@@ -462,4 +465,36 @@ async fn a_redirected_check_can_be_withdrawn() {
         !store.inner.queues().have_redirected(id)
     })
     .await;
+}
+
+/// Release 2 of a caller is held, since release 1 has no reply yet, and no other check follows.
+#[tokio::test]
+async fn a_held_release_is_sent_without_another_check() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url())
+        .connections(NonZeroUsize::new(4).unwrap())
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap();
+    let slots = Policies::from(Policy::in_flight("slots", 9).unwrap());
+    let release = || {
+        let caller = Key::new("ann");
+        let id = Check::take(caller, &slots, 1).slot().unwrap();
+        let release = Check::release(caller, &slots, id).in_background(false);
+        store.check(release).into_future().boxed()
+    };
+    for _ in 0..30 {
+        join_all((0..4).map(|_| store.check(check("bob", "1000/s")).into_future())).await;
+        let mut first = release();
+        assert!((&mut first).now_or_never().is_none());
+        // A worker takes it.
+        for _ in 0..2 {
+            yield_now().await;
+        }
+        let other = store.check(check("bob", "1000/s")).into_future();
+        let second = release();
+        let all = join_all([first, other.boxed(), second]);
+        let all = timeout(Duration::from_secs(20), all).await;
+        assert!(all.is_ok(), "the second release hangs");
+    }
 }
