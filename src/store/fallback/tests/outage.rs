@@ -40,7 +40,7 @@ async fn a_long_outage_is_reported_each_minute() {
     let first = lock(&reports.still)[0];
     assert_eq!(first.after.as_secs(), 60);
     assert_eq!(first.share.get(), 4);
-    // Those that opened the breaker are included.
+    // The checks before the breaker opened are included.
     let before = first.checks - 7;
     assert!((1..=3).contains(&before), "{first:?}");
 
@@ -67,7 +67,11 @@ async fn a_long_outage_is_reported_each_minute() {
         (14 + before, 14, 0)
     );
     sleep(Duration::from_secs(120)).await;
-    assert_eq!(lock(&reports.still).len(), 2, "the outage is over");
+    assert_eq!(
+        lock(&reports.still).len(),
+        2,
+        "no report follows the outage"
+    );
 }
 
 #[tokio::test(start_paused = true)]
