@@ -87,7 +87,12 @@ async fn an_outage_is_logged_once() {
     while store.is_degraded() {
         sleep(Duration::from_millis(50)).await;
     }
-    assert_lines(&lines.take(), &["INFO shared store recovered after="]);
+    let logged = lines.take();
+    assert_lines(&logged, &["INFO shared store recovered after="]);
+    assert!(
+        logged[0].ends_with("checks=50 granted=1 charged=0 dropped=0"),
+        "{logged:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]

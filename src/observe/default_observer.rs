@@ -93,6 +93,12 @@ impl Observer for DefaultObserver {
         }
     }
 
+    fn still_degraded(&self, event: &event::StillDegraded) {
+        if let Some(log) = shared_log() {
+            log.still_degraded(event);
+        }
+    }
+
     fn runtime_late(&self, event: &event::RuntimeLate) {
         if let Some(log) = shared_log() {
             log.runtime_late(event);

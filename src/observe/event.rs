@@ -203,18 +203,57 @@ impl RuntimeLate {
     }
 }
 
-/// The primary store of a [`Fallback`](crate::Fallback) decides again.
+/// The fallback of a [`Fallback`](crate::Fallback) still decides, a minute after the previous report.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct StillDegraded {
+    /// The duration of the outage until now.
+    pub after: Duration,
+    /// The checks that the fallback has decided in the outage.
+    pub checks: u64,
+    /// As in [`Degraded`].
+    pub share: NonZeroU32,
+}
+
+impl StillDegraded {
+    /// Creates an event.
+    pub const fn new(after: Duration, checks: u64, share: NonZeroU32) -> Self {
+        Self {
+            after,
+            checks,
+            share,
+        }
+    }
+}
+
+/// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units, and include those of failures
+/// just before the outage.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Recovered {
     /// The duration of the outage.
     pub after: Duration,
+    /// The checks that the fallback has decided.
+    pub checks: u64,
+    /// The cost that the fallback has granted. The part that is neither charged nor dropped has expired or was refunded,
+    /// or the primary store may have charged it itself.
+    pub granted: u64,
+    /// The cost that was [charged](Reconciled::charged) to the primary store until now.
+    pub charged: u64,
+    /// The cost that could [not be charged](Reconciled::dropped).
+    pub dropped: u64,
 }
 
 impl Recovered {
-    /// Creates an event.
+    /// Creates an event of an outage without checks.
     pub const fn new(after: Duration) -> Self {
-        Self { after }
+        Self {
+            after,
+            checks: 0,
+            granted: 0,
+            charged: 0,
+            dropped: 0,
+        }
     }
 }
 

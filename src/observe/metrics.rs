@@ -271,7 +271,7 @@ impl Observer for MetricsObserver {
         histogram!("ratelimit_runtime_late_seconds", "store" => self.store()).record(event.by);
     }
 
-    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
+    fn recovered(&self, &event::Recovered { after, .. }: &event::Recovered) {
         gauge!("ratelimit_degraded", "store" => self.store()).set(0);
         histogram!("ratelimit_outage_seconds", "store" => self.store()).record(after);
     }

@@ -94,6 +94,11 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
+    /// The fallback still decides: once a minute of an outage, from the second minute on.
+    fn still_degraded(&self, event: &event::StillDegraded) {
+        let _ = event;
+    }
+
     /// The runtime noticed the deadline of a check late. The primary store is not the cause.
     fn runtime_late(&self, event: &event::RuntimeLate) {
         let _ = event;
@@ -149,6 +154,10 @@ macro_rules! forward {
 
         fn degraded(&$self, event: &event::Degraded<'_>) {
             $($observer.degraded(event);)+
+        }
+
+        fn still_degraded(&$self, event: &event::StillDegraded) {
+            $($observer.still_degraded(event);)+
         }
 
         fn runtime_late(&$self, event: &event::RuntimeLate) {

@@ -22,8 +22,9 @@ use crate::limit::{Key, Policy};
 /// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
 /// | the [runtime was late](Observer::runtime_late): `longest`, `checks` | warn | immediately, then once a minute |
 /// | rate limiting is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
-/// | a [`Fallback`](crate::Fallback) decides locally | warn | each time |
-/// | a [`Fallback`](crate::Fallback) has recovered or reconciled | info | each time |
+/// | a [`Fallback`](crate::Fallback) decides locally: `kind`, `error`, `share` | warn | immediately, then once a minute with `after` and `checks` |
+/// | a [`Fallback`](crate::Fallback) has recovered: `after`, `checks`, `granted`, `charged`, `dropped` | info | each time |
+/// | a [`Fallback`](crate::Fallback) has reconciled: `charged`, `dropped` | info | each time |
 /// | every decision, failure and call, in full | trace | each time |
 ///
 /// # Denied callers
@@ -267,6 +268,23 @@ impl Observer for TracingObserver {
         );
     }
 
+    fn still_degraded(
+        &self,
+        &event::StillDegraded {
+            after,
+            checks,
+            share,
+        }: &event::StillDegraded,
+    ) {
+        warn!(
+            ?after,
+            checks,
+            share,
+            "shared store still unavailable: no request fails, each is decided locally \
+             (https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded)"
+        );
+    }
+
     fn runtime_late(&self, &event::RuntimeLate { by, gave_up }: &event::RuntimeLate) {
         trace!(?by, gave_up, "the runtime was late");
         let delay = u64::try_from(by.as_micros()).unwrap_or(u64::MAX);
@@ -277,8 +295,20 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
-        info!(?after, "shared store recovered");
+    fn recovered(
+        &self,
+        &event::Recovered {
+            after,
+            checks,
+            granted,
+            charged,
+            dropped,
+        }: &event::Recovered,
+    ) {
+        info!(
+            ?after,
+            checks, granted, charged, dropped, "shared store recovered"
+        );
     }
 
     fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {

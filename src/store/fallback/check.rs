@@ -11,7 +11,7 @@ use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -21,6 +21,7 @@ use pin_project_lite::pin_project;
 use super::account::RefundTo;
 use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
+use super::outage::Outage;
 use super::{Settings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -38,9 +39,8 @@ pub(super) struct Partition<P, F> {
     /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
-    /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
-    /// opened.
-    pub(super) open: Arc<AtomicI64>,
+    /// The outage of all partitions.
+    pub(super) outage: Arc<Outage>,
     /// Done when a fallback that is not a [`LocalStore`] was reported.
     pub(super) other_fallback: Arc<Once>,
     /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
@@ -265,9 +265,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
         let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
-        if self.breaker.failed(ticket, lasting, now)
-            && self.open.fetch_add(1, Ordering::AcqRel) == 0
-        {
+        if self.breaker.failed(ticket, lasting, now) && self.outage.opened(now) {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();
             degraded.is_counted = matches!(self.settings.share, Share::Alive(_));
@@ -395,6 +393,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
+        if !self.breaker.is_closed() {
+            self.outage.decided(granted(check, &decision));
+        }
         match check.mode() {
             // The primary store may still count the slot.
             Mode::Release => Err(elsewhere(in_doubt)),
@@ -413,6 +414,14 @@ impl<P: Store, F: Store> Partition<P, F> {
 /// Returns `true` if an error is evidence that the store fails. A full queue is not: the outcome of the queued checks is.
 pub(super) fn shows_failure(error: &StoreError) -> bool {
     !error.is_check_only() && error.kind() != ErrorKind::QueueFull
+}
+
+/// Returns the cost that a decision grants, in reports. A pause is a time, which costs nothing.
+fn granted(check: &Check, decision: &Decision) -> u32 {
+    match check.mode() {
+        Mode::Take | Mode::UpTo | Mode::Charge if check.within() == 0 => decision.granted(),
+        _ => 0,
+    }
 }
 
 /// The error for a check that only the primary store can execute. Its owner repeats a release, and a refund that is not in

@@ -41,6 +41,7 @@ mod breaker;
 mod check;
 #[cfg(test)]
 mod model;
+mod outage;
 mod recovery;
 #[cfg(test)]
 mod tests;
@@ -217,7 +218,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
-        let (count, open) = (primary.backend().partitions().max(1), Arc::default());
+        let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
         let other_fallback = Arc::new(Once::new());
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
@@ -229,7 +230,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 settings: Arc::clone(&settings),
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
-                open: Arc::clone(&open),
+                outage: Arc::clone(&outage),
                 other_fallback: Arc::clone(&other_fallback),
                 abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),

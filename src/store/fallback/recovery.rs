@@ -55,6 +55,7 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
         let Some(alive) = partition.upgrade() else {
             break;
         };
+        alive.report_outage();
         // User code may panic.
         let well = AssertUnwindSafe(alive.attempt()).catch_unwind().await;
         attempts = if well.is_ok_and(|well| well) {
@@ -62,6 +63,9 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
         } else {
             attempts.saturating_add(1)
         };
+    }
+    if let Some(alive) = partition.upgrade() {
+        alive.outage.forget_failures();
     }
     drop(task);
     // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
@@ -118,11 +122,13 @@ impl<P: Store, F: Store> Partition<P, F> {
                 return false;
             }
         }
+        // Before the report of the recovery, which includes it.
+        self.notify();
         // Report the recovery when the last partition has recovered.
         if let Some(after) = self.breaker.close(self.clock.micros())
-            && self.open.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(recovered) = self.outage.closed(after)
         {
-            self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
+            self.observe(|observer| observer.recovered(&recovered));
         }
         // If this fails, `tend` reconciles the rest later.
         self.reconcile().await
@@ -280,11 +286,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         true
     }
 
+    /// Notifies the observer once a minute of an outage that continues.
+    fn report_outage(&self) {
+        if let Some(mut event) = self.outage.due(self.clock.micros()) {
+            self.observe(|observer| {
+                event.share = self.settings.share.instances();
+                observer.still_degraded(&event);
+            });
+        }
+    }
+
     /// Notifies the observer of the cost reconciled since the last notification. Returns `true` if anything was charged.
     fn notify(&self) -> bool {
         let [charged, dropped] = [&self.accounts.charged, &self.accounts.dropped]
             .map(|cost| cost.swap(0, Ordering::Relaxed));
         if charged + dropped > 0 {
+            self.outage.reconciled(charged, dropped);
             let reconciled = event::Reconciled::new(charged, dropped);
             self.observe(|observer| observer.reconciled(&reconciled));
         }

@@ -170,11 +170,21 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
         observer.degraded(&degraded);
         degraded.share = NonZeroU32::new(4).unwrap();
         observer.degraded(&degraded);
-        observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
+        observer.still_degraded(&event::StillDegraded::new(
+            Duration::from_secs(60),
+            950,
+            degraded.share,
+        ));
+        let mut recovered = event::Recovered::new(Duration::from_secs(63));
+        recovered.checks = 999;
+        recovered.granted = 12;
+        recovered.charged = 7;
+        recovered.dropped = 1;
+        observer.recovered(&recovered);
         observer.reconciled(&event::Reconciled::new(7, 1));
     }
     let logged = lines.take();
-    assert_eq!(logged.len(), 10, "{logged:?}");
+    assert_eq!(logged.len(), 12, "{logged:?}");
     let shares = ["share=1", "share=1", "share=4"];
     assert!(
         logged
@@ -188,7 +198,9 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
         "WARN shared store unavailable, enforcing rate limits locally; no other instance was found, so this one grants the \
          whole limit kind",
         "WARN shared store unavailable, enforcing rate limits locally kind",
-        "INFO shared store recovered after=3s",
+        "WARN shared store still unavailable: no request fails, each is decided locally (https://docs.rs/tower-redis-ratelimit/\
+         latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded) after=60s checks=950 share=4",
+        "INFO shared store recovered after=63s checks=999 granted=12 charged=7 dropped=1",
         "charged=7 dropped=1",
     ]) {
         assert!(line.contains(part), "{part} is missing in {line}");

@@ -24,7 +24,7 @@ impl Observer for LogObserver {
         });
     }
 
-    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
+    fn recovered(&self, &event::Recovered { after, .. }: &event::Recovered) {
         let instance = self.instance;
         let mut state = self.world.state();
         state.degraded[instance] = false;

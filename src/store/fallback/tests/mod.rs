@@ -8,6 +8,7 @@ mod ends;
 mod far;
 mod flow_back;
 mod late;
+mod outage;
 mod partitions;
 mod reconcile;
 mod reconciliation;

@@ -1,0 +1,93 @@
+//! The figures of an outage, which all partitions share, for its reports.
+
+use std::num::NonZeroU32;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::observe::event;
+use crate::util::lock;
+
+/// Interval between two reports of an outage that continues.
+const INTERVAL: i64 = 60_000_000;
+
+#[derive(Debug, Default)]
+pub(super) struct Outage {
+    breakers: Mutex<OpenBreakers>,
+    /// The checks decided locally.
+    checks: AtomicU64,
+    /// The cost granted by these.
+    granted: AtomicU64,
+    charged: AtomicU64,
+    dropped: AtomicU64,
+}
+
+/// Times are in microseconds.
+#[derive(Debug, Default)]
+struct OpenBreakers {
+    /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
+    /// opened.
+    count: i64,
+    since: i64,
+    reported: i64,
+}
+
+impl Outage {
+    /// Records that a breaker has opened. Returns `true` if it is the first one.
+    pub(super) fn opened(&self, now: i64) -> bool {
+        let mut breakers = lock(&self.breakers);
+        breakers.count += 1;
+        let is_first = breakers.count == 1;
+        if is_first {
+            breakers.since = now;
+            breakers.reported = now;
+        }
+        is_first
+    }
+
+    /// Records that a breaker has closed after this time. Returns the report if it was the last one.
+    pub(super) fn closed(&self, after: Duration) -> Option<event::Recovered> {
+        let mut breakers = lock(&self.breakers);
+        breakers.count -= 1;
+        (breakers.count == 0).then(|| {
+            let mut recovered = event::Recovered::new(after);
+            recovered.checks = self.checks.swap(0, Relaxed);
+            recovered.granted = self.granted.swap(0, Relaxed);
+            recovered.charged = self.charged.swap(0, Relaxed);
+            recovered.dropped = self.dropped.swap(0, Relaxed);
+            recovered
+        })
+    }
+
+    pub(super) fn decided(&self, granted: u32) {
+        self.checks.fetch_add(1, Relaxed);
+        self.granted.fetch_add(granted.into(), Relaxed);
+    }
+
+    pub(super) fn reconciled(&self, charged: u64, dropped: u64) {
+        self.charged.fetch_add(charged, Relaxed);
+        self.dropped.fetch_add(dropped, Relaxed);
+    }
+
+    /// Returns a report, with a share of 1, if an outage continues and the last report was a minute ago.
+    pub(super) fn due(&self, now: i64) -> Option<event::StillDegraded> {
+        let mut breakers = lock(&self.breakers);
+        if breakers.count <= 0 || now - breakers.reported < INTERVAL {
+            return None;
+        }
+        breakers.reported = now;
+        let after = Duration::from_micros(u64::try_from(now - breakers.since).unwrap_or(0));
+        let checks = self.checks.load(Relaxed);
+        Some(event::StillDegraded::new(after, checks, NonZeroU32::MIN))
+    }
+
+    /// Drops the figures of failures that opened no breaker.
+    pub(super) fn forget_failures(&self) {
+        let breakers = lock(&self.breakers);
+        if breakers.count <= 0 {
+            for figure in [&self.checks, &self.granted, &self.charged, &self.dropped] {
+                figure.store(0, Relaxed);
+            }
+        }
+    }
+}
