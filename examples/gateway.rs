@@ -25,7 +25,7 @@ use serde::Deserialize;
 use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor, MissingKey};
 use tower_redis_ratelimit::observe::{MetricsObserver, TracingObserver};
 use tower_redis_ratelimit::select::{Live, Tier, Tiers};
-use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
+use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
 use tower_redis_ratelimit::{Key, Policies, RateLimitLayer};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml");
@@ -74,21 +74,18 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
         .and_then(|text| parse(&text))
         .map_err(|error| format!("{file}: {error}"))?;
     let (limits, trial) = (Live::new(settings.limits), Live::new(settings.trial));
-    let layer = RateLimitLayer::new(
-        AnyStore::from_config(&settings.store)?,
-        Caller(settings.client_ip),
-        limits.clone(),
-    )
-    .skip(|request| matches!(request.uri.path(), "/health" | "/metrics"))
-    .cost(|request| {
-        if request.uri.path() == "/report" {
-            10
-        } else {
-            1
-        }
-    })
-    .shadow(trial.clone())
-    .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
+    let store = AnyStore::from_config(&settings.store)?;
+    let layer = RateLimitLayer::new(store.clone(), Caller(settings.client_ip), limits.clone())
+        .skip(|request| matches!(request.uri.path(), "/health" | "/metrics"))
+        .cost(|request| {
+            if request.uri.path() == "/report" {
+                10
+            } else {
+                1
+            }
+        })
+        .shadow(trial.clone())
+        .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
 
     let upkeep = metrics.clone();
     let app = Router::new()
@@ -111,6 +108,8 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     let listener = tokio::net::TcpListener::bind(settings.listen).await?;
     help(listener.local_addr()?);
     serve::serve(listener, app).await?;
+    // What the last requests gave back.
+    store.flush().await;
     Ok(())
 }
 

@@ -35,7 +35,7 @@ use http::{StatusCode, header};
 use serde::Deserialize;
 use tower_redis_ratelimit::extract::by_extension;
 use tower_redis_ratelimit::settle::{RequestCost, ReserveError};
-use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::store::{AnyStore, Store};
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RateLimitLayer, Strategy};
 
 /// The keys without the setting `KEYS`.
@@ -49,7 +49,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let tokens: Quota = setting("TOKENS", "1000/min")?;
     let streams: u32 = setting("STREAMS", "4")?;
     let keys: String = setting("KEYS", KEYS)?;
-    let app = app(AnyStore::from_env("REDIS_URL")?, tokens, streams, &keys)?;
+    let store = AnyStore::from_env("REDIS_URL")?;
+    let app = app(store.clone(), tokens, streams, &keys)?;
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
@@ -58,6 +59,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let key = if keys == KEYS { "key-of-alice" } else { "KEY" };
     println!("curl -iN -H 'x-api-key: {key}' --json '{question}' localhost:{port}/chat");
     serve::serve(listener, app).await?;
+    // What the last requests gave back.
+    store.flush().await;
     Ok(())
 }
 

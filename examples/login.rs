@@ -25,7 +25,7 @@ use http::StatusCode;
 use serde::Deserialize;
 use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::settle::{ReserveError, Settlement};
-use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::store::{AnyStore, Store};
 use tower_redis_ratelimit::{Key, Limiter, Policy, Quota, RateLimitLayer, Strategy};
 
 /// Maximum length of a request in bytes. It also bounds the user's name in the log, and in Redis.
@@ -43,7 +43,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     );
     let by_address = Policy::new("login-address", Strategy::SlidingLog, of_address)?;
     // The limit of the address also counts attempts that the user's limit denies.
-    let by_address = RateLimitLayer::new(store, PeerIp, by_address).settle(|response| {
+    let by_address = RateLimitLayer::new(store.clone(), PeerIp, by_address).settle(|response| {
         if response.status == StatusCode::OK {
             Settlement::Refund
         } else {
@@ -63,6 +63,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         "curl -i --json '{{\"user\":\"alice\",\"password\":\"open sesame\"}}' localhost:{port}/login"
     );
     serve::serve(listener, app).await?;
+    // What the last requests gave back.
+    store.flush().await;
     Ok(())
 }
 

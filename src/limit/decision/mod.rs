@@ -86,7 +86,9 @@ pub enum Source {
     /// In this process, from a cached Redis denial, which is at most a second old and whose
     /// `retry_after` has not passed. A refund or a reset by another instance takes effect within
     /// that second. A check with a larger cost than the denied one is answered if its wait follows
-    /// from the denial, or if four costs are cached. The reported wait is never too short. A check with an [id](crate::check::Check::with_id) is always decided in Redis.
+    /// from the denial, or if four costs are cached. The reported wait is too short only if a smaller
+    /// cost was granted in that second. A check with an [id](crate::check::Check::with_id) is always
+    /// decided in Redis.
     Cached,
     /// In this process, from its local count.
     Local,
