@@ -67,7 +67,8 @@ async fn any_redis() {
 async fn any_fallback() {
     let server = RedisServer::start();
     let mut config = StoreConfig::default();
-    (config.url, config.deadline) = (Some(server.url()), Duration::from_secs(60));
+    config.url = Some(server.url());
+    (config.deadline, config.timeout) = (Duration::from_secs(60), Duration::from_secs(150));
     keeps_the_contract(AnyStore::from_config(&config).unwrap(), Source::Redis).await;
 }
 

@@ -99,7 +99,7 @@ async fn permits_come_evenly_from_slow_stores() {
                 longest < gap,
                 "{strategy:?} {quota}: no permit for {longest} s"
             );
-            assert!(calls < 1.25, "{strategy:?} {quota}: {calls} calls a grant");
+            assert!(calls < 1.3, "{strategy:?} {quota}: {calls} calls a grant");
             // The first instance may take most of the burst; after that the instances alternate.
             let after_burst = Duration::from_secs(time / 10);
             let each = times.map(|times| times.iter().filter(|at| **at > after_burst).count());
