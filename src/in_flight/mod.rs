@@ -199,9 +199,7 @@ impl TrackedSlots {
         });
         renewals.collect()
     }
-}
 
-impl TrackedSlots {
     /// Returns the caller of a slot that has expired because its renewal is late, unless one was returned at the last
     /// call.
     fn newly_late(&mut self, now: Instant) -> Option<Key> {

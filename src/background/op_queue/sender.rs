@@ -71,9 +71,10 @@ impl Sender {
                 return Poll::Ready(true);
             }
             let time = time.as_mut().as_pin_mut();
-            match time.is_some_and(|time| time.poll(cx).is_ready()) {
-                true => Poll::Ready(false),
-                false => Poll::Pending,
+            if time.is_some_and(|time| time.poll(cx).is_ready()) {
+                Poll::Ready(false)
+            } else {
+                Poll::Pending
             }
         })
         .await;

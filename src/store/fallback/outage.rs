@@ -1,6 +1,5 @@
 //! The figures of an outage, which all partitions share, for its reports.
 
-use std::num::NonZeroU32;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -69,16 +68,16 @@ impl Outage {
         self.dropped.fetch_add(dropped, Relaxed);
     }
 
-    /// Returns a report, with a share of 1, if an outage continues and the last report was a minute ago.
-    pub(super) fn due(&self, now: i64) -> Option<event::StillDegraded> {
+    /// Returns how long an outage has continued and how many checks were decided locally, if the last report was a minute
+    /// ago.
+    pub(super) fn due(&self, now: i64) -> Option<(Duration, u64)> {
         let mut breakers = lock(&self.breakers);
         if breakers.count <= 0 || now - breakers.reported < INTERVAL {
             return None;
         }
         breakers.reported = now;
         let after = Duration::from_micros(u64::try_from(now - breakers.since).unwrap_or(0));
-        let checks = self.checks.load(Relaxed);
-        Some(event::StillDegraded::new(after, checks, NonZeroU32::MIN))
+        Some((after, self.checks.load(Relaxed)))
     }
 
     /// Drops the figures of failures that opened no breaker.

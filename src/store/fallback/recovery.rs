@@ -288,10 +288,10 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Notifies the observer once a minute of an outage that continues.
     fn report_outage(&self) {
-        if let Some(mut event) = self.outage.due(self.clock.micros()) {
+        if let Some((after, checks)) = self.outage.due(self.clock.micros()) {
             self.observe(|observer| {
-                event.share = self.settings.share.instances();
-                observer.still_degraded(&event);
+                let share = self.settings.share.instances();
+                observer.still_degraded(&event::StillDegraded::new(after, checks, share));
             });
         }
     }

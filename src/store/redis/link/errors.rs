@@ -96,7 +96,7 @@ pub(crate) fn within<T>(
 }
 
 /// Returns the replies to calls, or [`ErrorKind::Timeout`] after `time` and its graces.
-pub(crate) fn replies_within<T>(
+pub(super) fn replies_within<T>(
     time: Duration,
     replies: impl Future<Output = Result<T, RedisError>>,
 ) -> impl Future<Output = Result<T, StoreError>> {

@@ -402,8 +402,8 @@ impl Connection {
         self.broken = true;
     }
 
-    /// Runs the script of each call in one round trip. Returns one reply per call, in order: an error
-    /// in one does not affect the others.
+    /// Runs the script of each call in one round trip, within `time` and its graces. Returns one reply per call, in
+    /// order: an error in one does not affect the others.
     ///
     /// A call is sent with the script's hash, and again with its text if the server does not know
     /// the hash: the server has then executed nothing, so nothing is charged twice.
@@ -412,7 +412,15 @@ impl Connection {
     ///
     /// The connection error that prevented some replies. The pool drops a connection if its next
     /// use would probably fail too, or if this future is dropped before completion.
-    pub(crate) async fn run<C: Call>(&mut self, calls: &[C]) -> Result<Replies, RedisError> {
+    pub(crate) async fn run<C: Call>(
+        &mut self,
+        calls: &[C],
+        time: Duration,
+    ) -> Result<Replies, StoreError> {
+        replies_within(time, pin!(self.run_scripts(calls))).await
+    }
+
+    async fn run_scripts<C: Call>(&mut self, calls: &[C]) -> Result<Replies, RedisError> {
         let by_hash = |call: &C| {
             (
                 call.needs_asking(),
@@ -451,14 +459,18 @@ impl Connection {
         Ok(replies)
     }
 
-    /// Sends a command other than a script.
+    /// Sends a command other than a script, and awaits its reply within `time` and its graces.
     ///
     /// # Errors
     ///
     /// The connection error, or the error reply.
-    pub(crate) async fn ask(&mut self, command: Cmd) -> Result<Value, RedisError> {
-        let reply = self.send(smallvec![(false, command)]).await?.pop();
-        reply.unwrap_or_else(|| Err((redis::ErrorKind::UnexpectedReturnType, "no reply").into()))
+    pub(crate) async fn ask(&mut self, command: Cmd, time: Duration) -> Result<Value, StoreError> {
+        let asking = async {
+            let reply = self.send(smallvec![(false, command)]).await?.pop();
+            reply
+                .unwrap_or_else(|| Err((redis::ErrorKind::UnexpectedReturnType, "no reply").into()))
+        };
+        replies_within(time, pin!(asking)).await
     }
 
     /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
@@ -642,7 +654,8 @@ mod tests {
         let pool = Pool::new(to, 1, Duration::from_secs(20));
         let id = async || {
             let mut connection = pool.checkout().await.unwrap();
-            let id = connection.ask(redis::cmd("CLIENT").arg("ID").take()).await;
+            let command = redis::cmd("CLIENT").arg("ID").take();
+            let id = connection.ask(command, Duration::from_secs(20)).await;
             pool.give_back(connection);
             id.unwrap()
         };

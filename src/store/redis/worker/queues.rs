@@ -205,7 +205,7 @@ impl NodeQueue {
 
 /// How a queued check is sent.
 pub(super) enum Sending {
-    /// By a worker that runs, or by one that the timer starts.
+    /// By a running worker, or by the timer's worker.
     Begun,
     /// By this worker, which the caller must start.
     By(WorkerStart),

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
 use std::num::NonZeroU64;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
@@ -26,7 +26,7 @@ use crate::limit::{Check, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
-use crate::store::redis::link::{error_of, replies_within};
+use crate::store::redis::link::error_of;
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, Pool, Topology};
 use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw, probe};
@@ -431,10 +431,8 @@ impl Shared {
         let pool = self.pool(node)?;
         let attempt = async {
             let mut connection = pool.checkout().await?;
-            let replies = {
-                let running = pin!(connection.run(std::slice::from_ref(call)));
-                replies_within(self.settings.timeout, running).await
-            };
+            let calls = std::slice::from_ref(call);
+            let replies = connection.run(calls, self.settings.timeout).await;
             pool.give_back(connection);
             let reply = match replies?.pop() {
                 Some(Ok(reply)) => reply,
@@ -461,10 +459,7 @@ impl Shared {
         scan.arg("COUNT").arg(SCAN_STEP);
         let attempt = async {
             let mut connection = pool.checkout().await?;
-            let reply = {
-                let asking = pin!(connection.ask(scan));
-                replies_within(self.settings.timeout, asking).await
-            };
+            let reply = connection.ask(scan, self.settings.timeout).await;
             pool.give_back(connection);
             redis::from_redis_value(reply?).map_err(|error| error_of(&error.into()))
         };

@@ -3,7 +3,6 @@
 use std::mem;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -18,7 +17,7 @@ use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Key;
 use crate::observe::event;
-use crate::store::redis::link::{Replies, error_of, replies_within};
+use crate::store::redis::link::{Replies, error_of};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool, Topology};
@@ -242,10 +241,8 @@ impl Worker {
         } = self;
         let mut connection = pool.checkout().await?;
         *sent = true;
-        let replies = {
-            let running = pin!(connection.run(batch.calls()));
-            replies_within(inner.settings.timeout, running).await?
-        };
+        let timeout = inner.settings.timeout;
+        let replies = connection.run(batch.calls(), timeout).await?;
         let mut of_calls = batch.calls().iter().zip(&replies);
         if of_calls.any(|(call, reply)| reply.as_ref().is_ok_and(|reply| call.is_read_only(reply)))
         {

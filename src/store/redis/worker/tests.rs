@@ -265,7 +265,7 @@ async fn a_connection_that_ends_with_a_reply_is_replaced() {
     let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
     for _ in 0..3 {
         let mut connection = pool.checkout().await.unwrap();
-        let mut ping = Box::pin(connection.ask(redis::cmd("PING")));
+        let mut ping = Box::pin(connection.ask(redis::cmd("PING"), Duration::from_secs(20)));
         assert!((&mut ping).now_or_never().is_none());
         // The runtime sees neither until both have arrived.
         is_closed.recv().unwrap();
@@ -283,7 +283,10 @@ async fn a_returned_connection_goes_to_the_checkout_that_waits() {
     let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
     for waits in [false, true, true, false, true] {
         let mut connection = pool.checkout().await.unwrap();
-        let _ = connection.ask(redis::cmd("PING")).await.unwrap();
+        let _ = connection
+            .ask(redis::cmd("PING"), Duration::from_secs(20))
+            .await
+            .unwrap();
         let mut next = Box::pin(pool.checkout());
         if waits {
             assert!((&mut next).now_or_never().is_none());
