@@ -56,13 +56,11 @@ const ROWS: &[Row] = &[
 ];
 
 fn main() {
-    let args: Vec<String> = env::args().skip(1).collect();
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    let args: Vec<&str> = args
-        .into_iter()
+    let texts: Vec<String> = env::args()
+        .skip(1)
         .filter(|arg| !arg.starts_with("--"))
         .collect();
-    let one = match args[..] {
+    let one = match &texts[..] {
         [processes, workers, millis, clients, share, work] => Some((
             processes.parse().unwrap(),
             workers.parse().unwrap(),

@@ -226,8 +226,8 @@ impl StillDegraded {
     }
 }
 
-/// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units, and include those of failures
-/// just before the outage.
+/// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units. Those of failures just before
+/// the outage are included.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Recovered {

@@ -63,8 +63,8 @@ async fn a_flood_of_denials_costs_one_call() {
     }
 }
 
-/// Redis decides a larger cost whose wait does not follow from a cached denial. With four costs known, a larger one is
-/// told a wait that is certain to suffice.
+/// Redis decides a larger cost whose wait does not follow from a cached denial. With four costs cached, a larger one
+/// gets a wait that is certain to suffice.
 #[tokio::test]
 async fn a_larger_cost_waits_longer() {
     let server = RedisServer::start();
@@ -540,7 +540,7 @@ async fn mixed_floods_cost_one_call_per_check() {
             assert!(!ask(&store, check.clone()).await.is_allowed());
         }
         let calls = server.calls("evalsha").await - before;
-        // Costs that get smaller, until the smallest is known, and four larger ones for each list.
+        // Each smaller cost, and four larger ones for each list.
         let most = (questions.len() as u64).min(60) * (1 + since.elapsed().as_secs()) + with_id;
         assert!(calls <= most, "seed {seed}: {calls} calls, {most} at most");
 

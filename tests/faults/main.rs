@@ -40,29 +40,13 @@ rows!(tests);
 /// leased` runs all rows.
 mod leased {
     use super::*;
-    use crate::matrix::leased as run;
 
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn killed_and_restarted_empty() {
-        println!("{:?}", run(Fault::KilledEmpty).await);
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn frozen() {
-        println!("{:?}", run(Fault::Frozen).await);
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn very_slow() {
-        println!(
-            "{:?}",
-            run(Fault::Path(Mode::Delay(Duration::from_millis(500)))).await
-        );
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn charged_and_not_answered() {
-        println!("{:?}", run(Fault::Path(Mode::Swallow)).await);
+    tests! {
+        by matrix::leased;
+        killed_and_restarted_empty: "killed, back empty" => Fault::KilledEmpty;
+        frozen: "frozen" => Fault::Frozen;
+        very_slow: "500 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(500)));
+        charged_and_not_answered: "replies lost" => Fault::Path(Mode::Swallow);
     }
 }
 
@@ -73,7 +57,6 @@ mod busy {
 
     use super::*;
     use crate::busy_service::{self, Work};
-    use crate::matrix::busy as run;
     use crate::support::RedisServer;
 
     /// `cargo bench -p benches --bench busy` has processes, and more rows.
@@ -103,24 +86,12 @@ mod busy {
         keeps_the_limit(0, true, Work::Sleep);
     }
 
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn killed_and_restarted_empty() {
-        println!("{:?}", run(Fault::KilledEmpty).await);
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn frozen() {
-        println!("{:?}", run(Fault::Frozen).await);
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn connections_cut() {
-        println!("{:?}", run(Fault::Cut).await);
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn charged_and_not_answered() {
-        println!("{:?}", run(Fault::Path(Mode::Swallow)).await);
+    tests! {
+        by matrix::busy;
+        killed_and_restarted_empty: "killed, back empty" => Fault::KilledEmpty;
+        frozen: "frozen" => Fault::Frozen;
+        connections_cut: "connections cut" => Fault::Cut;
+        charged_and_not_answered: "replies lost" => Fault::Path(Mode::Swallow);
     }
 }
 

@@ -280,7 +280,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         .iter()
         .map(|instance| Duration::from_micros(instance.events.late.load(SeqCst)));
     let late = late.max().unwrap_or_default();
-    // On a busy runtime, a deadline of graces follows, and the check waits for a thread once more.
+    // On a busy runtime, a deadline of graces follows, and then a wait for a thread.
     let wait = if setup.busy {
         2 * DEADLINE + late + HANDLER * 16
     } else {

@@ -28,7 +28,7 @@ use tower_redis_ratelimit::{
 use crate::support::RedisServer;
 
 const REQUESTS: usize = 300;
-/// Clients that send requests beside the polite one.
+/// Number of other clients, which send requests all the time.
 const BUSY: usize = 64;
 
 fn user() -> HeaderKey {
@@ -210,7 +210,7 @@ async fn busy_callers_delay_no_release() {
     }
 }
 
-/// A client with one request more than its slots is denied until one ends, and not after the wait that it was told.
+/// A client with one request more than its slots is denied until one ends, and not after the wait of the response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_denied_client_is_served_after_its_wait() {
     let server = RedisServer::start();

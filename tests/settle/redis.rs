@@ -357,12 +357,6 @@ fn a_reservation_outlives_its_runtime() {
         RedisStore::connect_lazy(server.url()).unwrap(),
         policy(Strategy::SlidingLog, "10/h"),
     );
-    let runtime = || {
-        tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap()
-    };
     let first = runtime();
     let reserved = first.block_on(limiter.reserve(Key::GLOBAL, 10)).unwrap();
     drop(first);
@@ -374,16 +368,17 @@ fn a_reservation_outlives_its_runtime() {
     });
 }
 
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap()
+}
+
 /// A job on a current-thread runtime ends right after its settlement.
 #[test]
 fn a_flush_settles_before_the_end() {
     let server = RedisServer::start();
-    let runtime = || {
-        tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap()
-    };
     runtime().block_on(async {
         let limiter = Limiter::new(patient(&server), policy(WINDOW, "10000/d"));
         let job = limiter.reserve(Key::GLOBAL, 1_000).await.unwrap();
@@ -393,16 +388,10 @@ fn a_flush_settles_before_the_end() {
     assert_eq!(runtime().block_on(charged(&server)), 10);
 }
 
-/// A flush of any clone of the store waits for what its layers and limiters owe.
+/// A flush of any clone of the store waits for the operations of all layers and limiters.
 #[test]
 fn a_flush_of_the_store_waits_for_all_layers() {
     let server = RedisServer::start();
-    let runtime = || {
-        tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap()
-    };
     runtime().block_on(async {
         let store = patient(&server);
         let layers = [(), ()].map(|()| {

@@ -28,7 +28,7 @@ pub struct Busy {
     pub limit: u32,
 }
 
-/// What a handler does.
+/// The work of a handler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
     /// A blocking call.

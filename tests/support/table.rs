@@ -8,15 +8,18 @@ pub const FAULT: Duration = Duration::from_millis(700);
 /// Time that a busy machine may add to a wait, in addition to a stall.
 pub const SLACK: Duration = Duration::from_millis(900);
 
-/// Makes a test of each row.
+/// Makes a test of each row, which `matrix::run` runs, or the function that is named first.
 #[allow(unused_macros, reason = "the benchmark makes a table only")]
 macro_rules! tests {
-    ($($test:ident: $name:literal => $fault:expr;)*) => {$(
+    (by $run:path; $($test:ident: $name:literal => $fault:expr;)*) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $test() {
-            println!("{}: {:?}", $name, matrix::run($fault).await);
+            println!("{}: {:?}", $name, $run($fault).await);
         }
     )*};
+    ($($rows:tt)*) => {
+        tests! { by matrix::run; $($rows)* }
+    };
 }
 
 /// Makes a table of all rows.

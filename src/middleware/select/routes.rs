@@ -66,8 +66,8 @@ use crate::observe::Observer;
 /// of `/login`. Middleware that rewrites paths, such as tower-http's `NormalizePath`, must therefore
 /// wrap the layer.
 ///
-/// Two patterns may differ only in letter case. Each counts for its own spelling, and the first
-/// added limits every other spelling. The same applies to a parameter and a catch-all that meet only
+/// Two patterns may differ only in letter case. Each limits its own spelling, and the first
+/// of them also limits the other spellings. The same applies to a parameter and a catch-all that meet only
 /// in lower case, such as `/Users/{id}` and `/users/{*rest}`.
 ///
 /// Add the layer to the outermost router or around it, or to a router nested in it. A pattern has the whole path there too: in

@@ -1,6 +1,6 @@
 //! Tiers: the policies of each plan and caller, read from a file.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use http::Request;
 use http::request::Parts;
@@ -8,9 +8,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 #[cfg(feature = "axum")]
 use tower_redis_ratelimit::extract::{KeyExtractor, MatchedRoute};
-use tower_redis_ratelimit::observe::{Observer, event::Misconfigured};
+use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota};
+
+use crate::mocks::Problems;
 
 fn request(tier: &'static str) -> Parts {
     Request::builder()
@@ -223,8 +225,8 @@ fn an_address_within_a_key_is_reported() {
         "callers": { "ip:2001:db8:5::1": "exempt", "ip:2001:db8:6::/80": "exempt" },
     }))
     .unwrap();
-    let problems = Arc::new(Problems::default());
-    let observer: Arc<dyn Observer> = problems.clone();
+    let problems = Problems::default();
+    let observer: Arc<dyn Observer> = Arc::new(problems.clone());
     tiers.observe(&observer);
     for address in ["2001:db8:4::1", "192.0.2.7"] {
         assert!(
@@ -250,15 +252,6 @@ fn an_address_within_a_key_is_reported() {
             && report.ends_with("#narrow-network)"),
         "{report}"
     );
-}
-
-#[derive(Default)]
-struct Problems(Mutex<Vec<String>>);
-
-impl Observer for Problems {
-    fn misconfigured(&self, event: &Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
-    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! including forged ones.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use http::request::Parts;
 use http::{HeaderValue, Request};
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::observe::{Observer, event::Misconfigured};
+use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::{ConfigError, Key, LocalStore, RateLimitLayer};
 
 use crate::mocks::*;
@@ -1219,8 +1219,8 @@ fn a_missing_peer_is_reported() {
 /// Over TCP, the server has not recorded the address, so that is reported.
 #[test]
 fn hops_without_an_address_are_the_socket() {
-    let problems = Arc::new(Problems::default());
-    let observer: Arc<dyn Observer> = problems.clone();
+    let problems = Problems::default();
+    let observer: Arc<dyn Observer> = Arc::new(problems.clone());
     let hops = ClientIp::x_forwarded_for().hops(1).unwrap();
     hops.observe(&observer);
     for lines in [&[][..], &["unknown"], &[""]] {
@@ -1238,15 +1238,6 @@ fn hops_without_an_address_are_the_socket() {
             && report.ends_with("#no-peer-address)"),
         "{report}"
     );
-}
-
-#[derive(Default)]
-struct Problems(Mutex<Vec<String>>);
-
-impl Observer for Problems {
-    fn misconfigured(&self, event: &Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
-    }
 }
 
 /// Two nginx on one machine, the inner one on a unix socket.

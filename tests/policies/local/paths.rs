@@ -486,9 +486,8 @@ async fn letter_case_escapes_no_limit() {
                 continue;
             }
             let expected = under(&minding, Method::GET, &path).await;
-            let context = format!(
-                "{round}: {path}, {other_case}, {patterns:?}, of which {exempt:?} are exempt"
-            );
+            let context =
+                format!("{round}: {path}, {other_case}, {patterns:?}, exempt: {exempt:?}");
             let name = under(&ignoring, Method::GET, &path).await;
             assert_eq!(name, expected, "{context}");
             if !expected.starts_with('p') {
