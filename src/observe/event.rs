@@ -192,7 +192,8 @@ impl<'a> Degraded<'a> {
 pub struct RuntimeLate {
     /// The sum of the runtime's delays while the check waited. The check waited for at most two deadlines and this time.
     pub by: Duration,
-    /// Whether no reply was read in the [graces](crate::Fallback::deadline) either, so that the fallback decides.
+    /// Whether no reply was read in the [graces](crate::Fallback::deadline) either, so that the fallback decides although the
+    /// primary store may be well. A check that shows a failure of the store is [reported](Failed) as such.
     pub gave_up: bool,
 }
 

@@ -477,7 +477,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     Some(sent) => {
                         let reply = ready!(waiting.as_mut().poll(cx));
                         if let Some(by) = waiting.late_by() {
-                            partition.report_late(by, reply.is_err());
+                            partition.report_late(by, matches!(reply, Err(Notice::Late)));
                         }
                         match reply {
                             Ok(answer) => partition.judge(check, answer, sent),

@@ -123,6 +123,8 @@ async fn a_silence_after_a_late_notice_is_a_failure() {
     advance(HANDLER).await;
     let decision = check.await.unwrap().unwrap();
     assert_eq!((decision.source(), notices.failures()), (Source::Local, 1));
+    let (_, gave_up) = notices.only();
+    assert!(!gave_up, "it is reported once, as a failure");
     let took = since.elapsed();
     assert!(
         took <= HANDLER + Duration::from_millis(110),
