@@ -144,6 +144,11 @@ fn callers_are_found_by_their_keys() {
             "tenant-7,ip:192.0.2.7",
             Key::tuple(&[Key::new("tenant-7"), ip("192.0.2.7")]),
         ),
+        // Not a list of addresses, whose commas have a blank.
+        (
+            "ip:192.0.2.7,ip:192.0.2.7",
+            Key::tuple(&[ip("192.0.2.7"), ip("192.0.2.7")]),
+        ),
         ("a,secret:b", Key::tuple(&[Key::new("a"), Key::secret("b")])),
         ("*", Key::GLOBAL),
         #[cfg(feature = "axum")]
@@ -173,7 +178,7 @@ fn callers_are_found_by_network() {
         "default": named("free"),
         "callers": {
             "ip:10.0.0.0/8, ip:2001:db8::/32": named("large"),
-            "ip:10.1.0.0/16,ip:2001:db8:1::/48": named("small"),
+            "ip:10.1.0.0/16, ip:2001:db8:1::/48": named("small"),
             "ip:10.1.0.7": "exempt",
             "ip:2001:db8:1:2::/64": named("host"),
             "ip:20010db8000300040000000000000001/128": named("one"),

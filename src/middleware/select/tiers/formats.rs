@@ -79,10 +79,14 @@ impl Setting for Named {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         let unknown = |_| ConfigError::choice("caller", text, Self::EXPECTED);
-        let list = text.replace(", ", ",");
-        let listed: Option<Vec<&str>> = list
-            .split(',')
-            .map(|caller| caller.strip_prefix("ip:"))
+        // A comma without a blank joins the parts of a tuple, such as two addresses.
+        let listed: Option<Vec<&str>> = text
+            .split(", ")
+            .map(|caller| {
+                caller
+                    .strip_prefix("ip:")
+                    .filter(|rest| !rest.contains(','))
+            })
             .collect();
         match listed.as_deref() {
             None | Some(["unix"]) => Key::read(text).map(Self::Key).map_err(unknown),

@@ -90,7 +90,7 @@ use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
 /// | text | key |
 /// |---|---|
 /// | `tenant-7` | [`Key::new`] of that text |
-/// | `ip:192.0.2.7`, `ip:10.0.0.0/8`, `ip:2001:db8::/32`, or a list of them | every [`Key::ip`] or [`Key::network`] in the [network](Self::network) |
+/// | `ip:192.0.2.7`, `ip:10.0.0.0/8`, `ip:2001:db8::/32`, or a list of them with `, ` in between | every [`Key::ip`] or [`Key::network`] in the [network](Self::network) |
 /// | `secret:sk-live-1` | [`Key::secret`] of the text after the colon. It is serialized in the next form |
 /// | `~` and 32 hexadecimal digits | a hashed key: a secret, or a long text |
 /// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of the comma-separated parts. A part is a whole key, not a network of keys |
