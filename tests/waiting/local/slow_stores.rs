@@ -38,7 +38,7 @@ async fn ok<R>(_: R) -> Result<(), Infallible> {
 }
 
 /// Runs three instances at different distances from the store, each with fifty tasks that call in a loop. Returns the
-/// time of each grant with its instance, and the number of store calls per grant.
+/// time of each grant with its instance, and the number of store calls per grant, without refunds.
 async fn three_instances(
     local: &LocalStore,
     policies: &Policies,
@@ -67,7 +67,9 @@ async fn three_instances(
         times.lock().unwrap().clone()
     }));
     let times: [Vec<Duration>; 3] = times.await.try_into().unwrap();
-    let asked: usize = stores.iter().map(|store| store.asked().len()).sum();
+    // At the end, each waiting task refunds its turn.
+    let asked = stores.iter().flat_map(|store| store.asked());
+    let asked = asked.filter(|mode| *mode != Mode::Refund).count();
     let grants: usize = times.iter().map(Vec::len).sum();
     (times, asked as f64 / grants as f64)
 }
@@ -99,7 +101,7 @@ async fn permits_come_evenly_from_slow_stores() {
                 longest < gap,
                 "{strategy:?} {quota}: no permit for {longest} s"
             );
-            assert!(calls < 1.3, "{strategy:?} {quota}: {calls} calls a grant");
+            assert!(calls < 1.2, "{strategy:?} {quota}: {calls} calls a grant");
             // The first instance may take most of the burst; after that the instances alternate.
             let after_burst = Duration::from_secs(time / 10);
             let each = times.map(|times| times.iter().filter(|at| **at > after_burst).count());

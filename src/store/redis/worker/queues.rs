@@ -42,7 +42,7 @@ pub(super) struct NodeQueue {
     giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
-    /// Time at which a worker has last taken [patient](Check::is_patient) checks only.
+    /// Time at which a worker has last taken [patient](Check::is_patient) checks.
     sent_at: Option<Instant>,
     /// Whether a timer will start a worker for such checks.
     has_timer: bool,
@@ -101,12 +101,12 @@ impl NodeQueue {
         } = self;
         let is_held = |job: &Job| !giving_back.is_empty() && giving_back.contains(job.check.key());
         let left = jobs.take(max, |job| job.weight as usize, is_held, to)?;
-        if are_patient {
-            self.sent_at = Some(now);
-        }
-        for job in to.iter().filter(|job| job.check.holds_back_later()) {
-            if self.giving_back.insert(*job.check.key()) {
-                callers.push(*job.check.key());
+        for Job { check, .. } in &*to {
+            if check.is_patient() {
+                self.sent_at = Some(now);
+            }
+            if check.holds_back_later() && self.giving_back.insert(*check.key()) {
+                callers.push(*check.key());
             }
         }
         Some(left)
