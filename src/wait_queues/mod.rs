@@ -113,8 +113,16 @@ struct QueueId {
     key: Key,
     /// A hash of the policies with their quotas, so that a replaced quota gets a separate queue.
     policies: u64,
-    /// The cost of all its waiters, under policies that refill gradually. Otherwise `None`: they have any cost.
-    cost: Option<u32>,
+    reserves: Reserves,
+}
+
+/// Whether the store can reserve turns for the waiters of a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Reserves {
+    /// Turns, under policies that refill gradually. All waiters have this cost.
+    Turns { cost: u32 },
+    /// The waiters have any cost.
+    Nothing,
 }
 
 /// The reason for a missing permit.
@@ -238,10 +246,14 @@ impl WaitQueues {
             return false;
         };
         let mut policies = check.policies().iter();
-        let never_fits = policies.any(|policy| policy.never_fits(check.cost()));
+        if policies.any(|policy| policy.never_fits(check.cost())) {
+            return false;
+        }
         let queues = lock(&self.shared.queues);
-        let queue = queues.each.get(&QueueId::new(&runtime, check));
-        !never_fits && queue.is_some_and(|queue| !queue.waiters.is_empty())
+        match queues.each.get(&QueueId::new(&runtime, check)) {
+            Some(queue) => !queue.waiters.is_empty(),
+            None => false,
+        }
     }
 
     /// Joins the queue of this take, until the deadline or forever. `denied` is the denial of the store, if the request
@@ -289,13 +301,16 @@ impl QueueRef {
     fn add(&self, waiter: Waiter, denied: Option<Decision>) -> Result<(u64, bool), NoPermit> {
         let WaitQueues { shared, bounds, .. } = &self.queues;
         let queues = &mut *lock(&shared.queues);
-        let (queue, now) = (queues.each.get(&self.id), instant());
-        let free_at = denied
-            .as_ref()
-            .and_then(|denied| queue::capacity_time(denied, now));
-        // In an existing queue, a turn may be left for it.
-        let is_late = queue.is_none() && waiter.deadline.is_some() && waiter.deadline < free_at;
-        let of_caller = queues.callers.get(&self.id.key).copied().unwrap_or(0);
+        let now = instant();
+        let queue = queues.each.get(&self.id);
+        let is_late = match (queue, waiter.deadline, &denied) {
+            (None, Some(deadline), Some(denied)) => {
+                queue::capacity_time(denied, now).is_some_and(|free_at| deadline < free_at)
+            }
+            // In an existing queue, a turn may be left for it.
+            _ => false,
+        };
+        let of_caller = *queues.callers.get(&self.id.key).unwrap_or(&0);
         let waiting = shared.waiting.load(Ordering::Acquire);
         if is_late || waiting >= bounds.all || of_caller >= bounds.each {
             let denial = denied.unwrap_or_else(|| self.denial(queue, waiter.cost, now));
@@ -323,13 +338,12 @@ impl QueueRef {
                     count.remove();
                 }
             }
-            let queue = queues.each.get_mut(&self.id);
-            queue.and_then(|queue| {
-                let left = queue.remove(number)?;
-                queue.wake.notify.notify_one();
-                Some(left)
-            })
+            queues
+                .each
+                .get_mut(&self.id)
+                .and_then(|queue| queue.leave(number))
         };
+        // It may have a permit, whose drop takes the lock.
         drop(left);
     }
 
@@ -341,14 +355,16 @@ impl QueueRef {
 
     /// The denial of a waiter. Before a reply of the store: try again when its cost has been refilled.
     fn denial(&self, queue: Option<&Queue>, cost: u32, now: Instant) -> Decision {
-        let known = queue.and_then(|queue| queue.denial(cost, now));
-        known.unwrap_or_else(|| {
-            let check = Check::take(self.id.key, &self.policies, cost);
-            check.decided(Source::Local, 0, |policy| {
-                // A slot in flight may be free at any time.
-                let units = if policy.is_in_flight() { 0 } else { cost };
-                Verdict::denied(policy.quota().time_for(units.into()))
-            })
+        if let Some(queue) = queue
+            && let Some(denial) = queue.denial(cost, now)
+        {
+            return denial;
+        }
+        let check = Check::take(self.id.key, &self.policies, cost);
+        check.decided(Source::Local, 0, |policy| {
+            // A slot in flight may be free at any time.
+            let units = if policy.is_in_flight() { 0 } else { cost };
+            Verdict::denied(policy.quota().time_for(units.into()))
         })
     }
 }
@@ -361,12 +377,16 @@ impl QueueId {
         }
         // A pause must also hold the requests that wait already, so no turns are reserved under it.
         let mut each = take.policies().iter();
-        let by_turns = each.all(|policy| policy.frees().is_gradual() && !policy.is_pause());
+        let reserves = if each.all(|policy| policy.frees().is_gradual() && !policy.is_pause()) {
+            Reserves::Turns { cost: take.cost() }
+        } else {
+            Reserves::Nothing
+        };
         Self {
             runtime: runtime.id(),
             key: *take.key(),
             policies: hasher.finish(),
-            cost: by_turns.then_some(take.cost()),
+            reserves,
         }
     }
 }

@@ -81,12 +81,15 @@ impl Permit {
         if instant() < self.due + PATIENCE {
             return None;
         }
+        let age = self.age();
         let decision = self.charge.decision().clone().due();
-        let (age, verdicts) = (self.age(), decision.verdicts());
-        let expired = self.queue_ref.policies.iter().zip(verdicts);
-        let expired =
-            expired.filter(|(policy, (_, verdict))| !policy.is_in_flight() && verdict.reset <= age);
-        Policies::new(expired.map(|(policy, _)| policy.clone())).ok()
+        let mut expired = vec![];
+        for (policy, (_, verdict)) in self.queue_ref.policies.iter().zip(decision.verdicts()) {
+            if !policy.is_in_flight() && verdict.reset <= age {
+                expired.push(policy.clone());
+            }
+        }
+        Policies::new(expired).ok()
     }
 
     /// Uses the permit. The request is in flight while it holds the slot. An expired charge is made again:
@@ -107,13 +110,30 @@ impl Permit {
     /// Returns a refund of the part that still counts when it is sent. Then its drop does nothing.
     pub(super) fn refund(&mut self) -> PendingOp {
         self.is_refundable = false;
-        let charge = self.charge.clone();
-        let charge = if self.due <= instant() {
-            charge.due()
-        } else {
-            charge
-        };
+        let mut charge = self.charge.clone();
+        if self.due <= instant() {
+            charge = charge.due();
+        }
         PendingOp::refund(charge, self.charge.cost())
+    }
+
+    /// Passes the permit to the first waiter if that needs one of this cost now. Returns whether it does.
+    fn pass_on(&mut self) -> bool {
+        if self.due > instant() || self.expired().is_some() {
+            return false;
+        }
+        let queue_ref = self.queue_ref.clone();
+        let passed = queue_ref.with(|queue| {
+            let is_needed = queue.first_costs(self.cost());
+            if is_needed {
+                let charge = self.charge.clone();
+                let slot = self.slot.take();
+                queue.add_turn(Self::new(queue_ref.clone(), charge, self.due, slot));
+                queue.wake.notify.notify_one();
+            }
+            is_needed
+        });
+        passed.unwrap_or(false)
     }
 
     /// Returns the permit for a waiter, which may drop it, also after its refund was rejected.
@@ -128,19 +148,7 @@ impl Drop for Permit {
         if !self.is_refundable {
             return;
         }
-        let queue_ref = self.queue_ref.clone();
-        let passes = self.due <= instant()
-            && self.expired().is_none()
-            && queue_ref.with(|queue| {
-                let is_needed = queue.first_costs(self.cost());
-                if is_needed {
-                    let (charge, slot) = (self.charge.clone(), self.slot.take());
-                    queue.add_turn(Self::new(queue_ref.clone(), charge, self.due, slot));
-                    queue.wake.notify.notify_one();
-                }
-                is_needed
-            }) == Some(true);
-        if !passes {
+        if !self.pass_on() {
             let refund = self.refund();
             self.queue_ref.queues.ops.put(refund);
         }

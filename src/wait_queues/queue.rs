@@ -29,8 +29,8 @@ pub(super) struct Queue {
     pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     last_decision: Option<(Decision, Instant)>,
-    /// After a denial: before this time no capacity is expected for this cost or a larger one, except turns.
-    no_capacity_before: Option<(Instant, u32)>,
+    /// `None` if the last decision left capacity.
+    scarcity: Option<Scarcity>,
     /// Wakes the task.
     pub(super) wake: Arc<Wake>,
 }
@@ -42,6 +42,13 @@ pub(super) struct Waiter {
     pub(super) answer: oneshot::Sender<Answer>,
 }
 
+/// After a denial: before this time, no capacity is expected for this cost or a larger one, except turns.
+#[derive(Clone, Copy)]
+struct Scarcity {
+    until: Instant,
+    cost: u32,
+}
+
 impl Waiter {
     /// Sends the answer. If the waiter has left, a permit is dropped here, so do not call this under the lock.
     pub(super) fn answer(self, answer: Answer) {
@@ -51,8 +58,9 @@ impl Waiter {
 
 impl Queue {
     pub(super) fn add(&mut self, number: u64, waiter: Waiter) {
-        let deadline = waiter.deadline.map(|deadline| (deadline, number));
-        self.deadlines.extend(deadline);
+        if let Some(deadline) = waiter.deadline {
+            self.deadlines.insert((deadline, number));
+        }
         self.waiters.insert(number, waiter);
     }
 
@@ -71,11 +79,17 @@ impl Queue {
         Some(waiter)
     }
 
+    /// Removes a waiter that has left, and wakes the task.
+    pub(super) fn leave(&mut self, number: u64) -> Option<Waiter> {
+        let left = self.remove(number)?;
+        self.wake.notify.notify_one();
+        Some(left)
+    }
+
     /// Extends the wait of a waiter by the time of its store call, which does not count.
     pub(super) fn extend_wait(&mut self, number: u64, by: Duration) {
-        let waiter = self.waiters.get_mut(&number);
-        let deadline = waiter.and_then(|waiter| waiter.deadline.as_mut());
-        if let Some(deadline) = deadline
+        if let Some(waiter) = self.waiters.get_mut(&number)
+            && let Some(deadline) = &mut waiter.deadline
             && let Some(later) = deadline.checked_add(by)
         {
             self.deadlines.remove(&(*deadline, number));
@@ -99,20 +113,35 @@ impl Queue {
     pub(super) fn take_due(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
         let mut due = vec![];
         loop {
-            let mut turns = self.turns.range(..=(now, u64::MAX));
-            let mut fitting = turns
-                .clone()
-                .filter(|(_, turn)| self.first_costs(turn.cost()));
-            let (turn, first) = match fitting.next() {
-                Some((turn, _)) => (Some(*turn), self.waiters.keys().next().copied()),
-                None if self.requested.is_empty() => (turns.next().map(|(turn, _)| *turn), None),
-                None => (None, None),
-            };
-            let Some(turn) = turn.and_then(|turn| self.turns.remove(&turn)) else {
+            if let Some((turn, waiter)) = self.take_served(now) {
+                due.push((turn, Some(waiter)));
+            } else if let Some(turn) = self.take_unneeded(now) {
+                due.push((turn, None));
+            } else {
                 return due;
-            };
-            due.push((turn, first.and_then(|first| self.remove(first))));
+            }
         }
+    }
+
+    /// Removes the first waiter, and the first due turn of its cost.
+    fn take_served(&mut self, now: Instant) -> Option<(Permit, Waiter)> {
+        let (&number, first) = self.waiters.first_key_value()?;
+        let mut due = self.turns.range(..=(now, u64::MAX));
+        let (&key, _) = due.find(|(_, turn)| turn.cost() == first.cost)?;
+        let turn = self.turns.remove(&key)?;
+        let waiter = self.remove(number)?;
+        Some((turn, waiter))
+    }
+
+    /// Removes the first turn if it is due and no waiter needs it. Waits for all replies: a waiter that is denied then
+    /// leaves the turn to the next one, which may have its cost.
+    fn take_unneeded(&mut self, now: Instant) -> Option<Permit> {
+        if !self.requested.is_empty() {
+            return None;
+        }
+        let first = self.turns.first_entry()?;
+        let (due, _) = *first.key();
+        (due <= now).then(|| first.remove())
     }
 
     /// Removes the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
@@ -128,51 +157,69 @@ impl Queue {
         surplus
     }
 
-    /// The waiters without a turn, with or without a pending request. Searches the first of them from the nearer end.
+    /// The waiters without a turn, with or without a pending request.
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
-        let (mut numbers, turns) = (self.waiters.keys(), self.turns.len());
-        let first = match self.waiters.len().checked_sub(turns + 1) {
-            None => None,
-            Some(later) if later < turns => numbers.nth_back(later),
-            Some(_) => numbers.nth(turns),
-        };
-        let waiters = first.map(|first| self.waiters.range(first..));
-        waiters.into_iter().flatten()
+        let first = self.first_without_turn().unwrap_or(u64::MAX);
+        self.waiters.range(first..)
     }
 
+    /// The n-th waiter has the n-th turn, so the number of turns is the place of this one. Searches it from the nearer end.
     pub(super) fn first_without_turn(&self) -> Option<u64> {
-        self.without_turn().next().map(|(number, _)| *number)
+        let turns = self.turns.len();
+        let later = self.waiters.len().checked_sub(turns + 1)?;
+        let mut numbers = self.waiters.keys();
+        let first = if later < turns {
+            numbers.nth_back(later)
+        } else {
+            numbers.nth(turns)
+        };
+        first.copied()
     }
 
-    /// The waiters that need a request, oldest first. Turns go to the first waiters, whichever request brings them. So the
-    /// last waiters without a request need one.
+    /// The waiters that need a request, oldest first.
     pub(super) fn to_request(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
         let first = self.first_without_turn().unwrap_or(u64::MAX);
-        let own = self.requested.range(first..);
-        let own = own.filter(|number| self.waiters.contains_key(number));
-        let others = self.requested.len() - own.count();
-        let waiters = self.without_turn();
-        let waiters = waiters.filter(|(number, _)| !self.requested.contains(number));
-        waiters.skip(others)
+        // Turns go to the first waiters, whichever request brings them. So a request whose waiter has left or has a turn
+        // serves a later waiter, and the last ones need a request.
+        let mut for_others = self.requested.len();
+        for number in self.requested.range(first..) {
+            for_others -= usize::from(self.waiters.contains_key(number));
+        }
+        let without_request = self
+            .without_turn()
+            .filter(|(number, _)| !self.requested.contains(number));
+        without_request.skip(for_others)
     }
 
     /// The waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
     /// capacity is expected for their cost before the deadline.
     pub(super) fn late(&self, now: Instant, is_open: impl Fn(Instant, u64) -> bool) -> Vec<u64> {
-        let denied = self.no_capacity_before.filter(|(at, _)| *at > now);
-        let without_turn = denied.and_then(|_| self.first_without_turn());
-        let late = self.deadlines.range(..=(now, u64::MAX));
-        let hopeless = self.deadlines.range((now, u64::MAX)..);
-        let hopeless =
-            hopeless.take_while(|(deadline, _)| denied.is_some_and(|(at, _)| *deadline < at));
-        let hopeless = hopeless.filter(|(_, number)| {
-            let waiter = self.waiters.get(number);
-            without_turn.is_some_and(|first| first <= *number)
-                && waiter.is_some_and(|waiter| denied.is_some_and(|(_, cost)| waiter.cost >= cost))
-        });
-        let late = late.chain(hopeless);
-        let late = late.filter(|(deadline, number)| !is_open(*deadline, *number));
-        late.map(|(_, number)| *number).collect()
+        let scarcity = self.scarcity.filter(|scarcity| scarcity.until > now);
+        let first_without_turn = match scarcity {
+            Some(_) => self.first_without_turn(),
+            None => None,
+        };
+        let mut late = vec![];
+        for &(deadline, number) in &self.deadlines {
+            let is_late = deadline <= now
+                || match scarcity {
+                    Some(scarcity) if deadline < scarcity.until => {
+                        first_without_turn.is_some_and(|first| first <= number)
+                            && self.costs_at_least(number, scarcity.cost)
+                    }
+                    // They are ordered by time.
+                    _ => break,
+                };
+            if is_late && !is_open(deadline, number) {
+                late.push(number);
+            }
+        }
+        late
+    }
+
+    fn costs_at_least(&self, number: u64, cost: u32) -> bool {
+        let waiter = self.waiters.get(&number);
+        waiter.is_some_and(|waiter| waiter.cost >= cost)
     }
 
     /// The first deadline after this time, or of all.
@@ -181,44 +228,52 @@ impl Queue {
             Some(time) => self.deadlines.range((time, u64::MAX)..),
             None => self.deadlines.range(..),
         };
-        after.next().map(|(deadline, _)| *deadline)
+        let (deadline, _) = after.next()?;
+        Some(*deadline)
     }
 
     /// The next time after this one at which a turn is due.
     pub(super) fn next_due(&self, time: Instant) -> Option<Instant> {
         let mut after = self.turns.range((time, u64::MAX)..);
-        after.next().map(|((due, _), _)| *due)
+        let ((due, _), _) = after.next()?;
+        Some(*due)
     }
 
     /// Records the last decision, on a check of this cost, or of each unit up to some, sent at this time.
     pub(super) fn record_decision(&mut self, decision: &Decision, cost: u32, sent_at: Instant) {
         self.last_decision = Some((decision.clone(), instant()));
-        self.no_capacity_before = capacity_time(decision, sent_at).map(|at| (at, cost));
+        self.scarcity = capacity_time(decision, sent_at).map(|until| Scarcity { until, cost });
     }
 
     /// The denial for a waiter of this cost. Its wait is the time until it fits after the last turn, or until capacity is
     /// expected for it; otherwise the time of a unit. `None` before the first reply.
     pub(super) fn denial(&self, cost: u32, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
-        let last_turn = self.turns.keys().next_back();
-        let last_turn = last_turn.map(|(due, _)| *due + time_for(decision.policies(), cost));
-        let denied = self.no_capacity_before.and_then(|(free_at, denied)| {
-            match cost.checked_sub(denied)? {
-                0 => Some(free_at),
-                _ => Some(at + decision.wait_of_larger(cost)),
-            }
-        });
-        let free_at = last_turn.or(denied).filter(|free_at| *free_at > now);
-        let wait = free_at.map_or_else(|| time_for_unit(&decision), |free_at| free_at - now);
+        let free_at = match self.turns.last_key_value() {
+            Some(((due, _), _)) => Some(*due + time_for(decision.policies(), cost)),
+            None => match self.scarcity {
+                Some(scarcity) if cost == scarcity.cost => Some(scarcity.until),
+                Some(scarcity) if cost > scarcity.cost => Some(at + decision.wait_of_larger(cost)),
+                _ => None,
+            },
+        };
+        let wait = match free_at {
+            Some(free_at) if free_at > now => free_at - now,
+            _ => time_for_unit(&decision),
+        };
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
 }
 
 /// The time in which policies that refill gradually refill a cost.
 fn time_for(policies: &Policies, cost: u32) -> Duration {
-    let gradual = policies.iter().filter(|policy| policy.frees().is_gradual());
-    let times = gradual.map(|policy| policy.quota().time_for(cost.into()));
-    times.max().unwrap_or_default()
+    let mut longest = Duration::ZERO;
+    for policy in policies {
+        if policy.frees().is_gradual() {
+            longest = longest.max(policy.quota().time_for(cost.into()));
+        }
+    }
+    longest
 }
 
 /// The time in which more is likely to be freed: until a unit is refilled or the window ends. Slots in flight may be free
@@ -234,7 +289,8 @@ pub(super) fn time_for_unit(decision: &Decision) -> Duration {
 /// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be
 /// free at any time.
 pub(super) fn capacity_time(denied: &Decision, sent_at: Instant) -> Option<Instant> {
-    let wait = denied.retry_after();
-    let wait = wait.filter(|_| denied.policies().in_flight().is_none());
-    wait.map(|wait| sent_at + wait)
+    if denied.policies().in_flight().is_some() {
+        return None;
+    }
+    Some(sent_at + denied.retry_after()?)
 }

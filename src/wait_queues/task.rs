@@ -13,8 +13,8 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::permit::Permit;
-use super::queue::{Queue, time_for_unit};
-use super::{NoPermit, QueueRef};
+use super::queue::{Queue, Waiter, time_for_unit};
+use super::{Answer, NoPermit, QueueRef, Reserves};
 use crate::background::panicked;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
@@ -59,6 +59,22 @@ struct Request {
     check: Check,
 }
 
+/// The part of a step that runs without the lock.
+#[derive(Default)]
+struct Work {
+    answers: Vec<(Waiter, Answer)>,
+    refunds: Vec<Permit>,
+    requests: Vec<Request>,
+}
+
+/// Waiters of cost 1.
+#[derive(Default)]
+struct Ones {
+    count: u32,
+    /// The number of the last one.
+    last: u64,
+}
+
 enum Event {
     Replied(Request, Result<Decision, StoreError>, Option<Slot>),
     /// The reply to the refund of a turn: the turn, if it was rejected.
@@ -85,17 +101,22 @@ impl Task {
     /// only once get their permit.
     pub(super) fn start(queue_ref: QueueRef) {
         let now = instant();
-        let wake = queue_ref.with(|queue| Arc::clone(&queue.wake));
-        let wake = wake.unwrap_or_default();
+        let wake = queue_ref
+            .with(|queue| Arc::clone(&queue.wake))
+            .unwrap_or_default();
         // Before the first check is sent, which might miss what is freed.
-        let waiters = queue_ref.queues.shared.waiters.clone();
-        let policies = queue_ref.policies.clone();
+        let listener = match queue_ref.queues.shared.waiters.clone() {
+            Some(waiters) => {
+                let policies = queue_ref.policies.clone();
+                Some(waiters.listen(queue_ref.id.key, policies, Arc::clone(&wake)))
+            }
+            None => None,
+        };
         let task = Self {
-            _listener: waiters
-                .map(|waiters| waiters.listen(queue_ref.id.key, policies, Arc::clone(&wake))),
+            _listener: listener,
             wake,
             pending: FuturesUnordered::new(),
-            by_turns: queue_ref.id.cost.is_some(),
+            by_turns: queue_ref.id.reserves != Reserves::Nothing,
             checks: Checks {
                 next: now,
                 denied_at: None,
@@ -148,74 +169,94 @@ impl Task {
     /// Serves and refuses waiters, and sends requests. Returns the time of the next step, which replies and wakes make
     /// earlier, or breaks when it has removed the queue.
     fn step(&mut self, now: Instant) -> ControlFlow<(), Option<Instant>> {
-        let (mut answers, mut refunds) = (vec![], vec![]);
-        let (requests, next) = {
+        let mut work = Work::default();
+        let next = {
             let shared = Arc::clone(&self.queue_ref.queues.shared);
             let queues = &mut *lock(&shared.queues);
             let queue = queues.each.entry(self.queue_ref.id).or_default();
-            for (turn, waiter) in queue.take_due(now) {
-                match waiter {
-                    Some(waiter) => answers.push((waiter, Ok(turn.reopen()))),
-                    None => refunds.push(turn),
-                }
-            }
-            refunds.extend(queue.take_surplus());
-            let was_pending = !queue.requested.is_empty();
-            let next_check = self.next_check(queue, now);
-            let requests = match next_check {
-                _ if self.by_turns => {
-                    let most = MAX_REQUESTS.saturating_sub(queue.requested.len());
-                    self.take_each(queue, most, now)
-                }
-                Some(at) if at <= now => self.checks(queue, now),
-                _ => vec![],
-            };
-            queue
-                .requested
-                .extend(requests.iter().map(|request| request.first));
-            let first = queue.requested.first().copied();
-            let last = requests.last().map_or(0, |request| request.last);
-            let late = queue.late(now, |deadline, number| match self.by_turns {
-                // The turn of this or an earlier one has no reply yet.
-                true => first.is_some_and(|first| first <= number),
-                // The reply decides whether there is a check for it. After the deadline, a check that leaves nothing is the
-                // last.
-                false => was_pending || number <= last && Some(deadline) > self.checks.denied_at,
-            });
-            for number in late {
-                let Some(waiter) = queue.remove(number) else {
-                    continue;
-                };
-                let denial = self.queue_ref.denial(Some(queue), waiter.cost, now);
-                answers.push((waiter, Err(NoPermit::Denied(denial))));
-            }
-            if !(answers.is_empty() && refunds.is_empty() && requests.is_empty()) {
-                (requests, Some(now))
-            } else if queue.waiters.is_empty() && queue.turns.is_empty() && self.pending.is_empty()
-            {
-                let until = self.checks.next + FAILURE_TTL;
-                if self.failures == 0 || until <= now {
-                    queues.each.remove(&self.queue_ref.id);
-                    self.has_ended = true;
-                    return ControlFlow::Break(());
-                }
-                (requests, Some(until))
+            let next_check = self.plan(queue, now, &mut work);
+            if !work.is_empty() {
+                ControlFlow::Continue(Some(now))
+            } else if !self.is_idle(queue) {
+                let times = [
+                    queue.next_due(now),
+                    queue.deadline_after(Some(now)),
+                    next_check,
+                ];
+                ControlFlow::Continue(times.into_iter().flatten().min())
+            } else if self.failures > 0 && now < self.checks.next + FAILURE_TTL {
+                ControlFlow::Continue(Some(self.checks.next + FAILURE_TTL))
             } else {
-                let deadline = queue.deadline_after(Some(now));
-                let times = [queue.next_due(now), deadline, next_check];
-                (requests, times.into_iter().flatten().min())
+                queues.each.remove(&self.queue_ref.id);
+                self.has_ended = true;
+                ControlFlow::Break(())
             }
         };
-        for (waiter, answer) in answers {
+        for (waiter, answer) in work.answers {
             waiter.answer(answer);
         }
-        for turn in refunds {
+        for turn in work.refunds {
             self.refund(turn);
         }
-        for request in requests {
+        for request in work.requests {
             self.send(request);
         }
-        ControlFlow::Continue(next)
+        next
+    }
+
+    /// Adds the part without the lock to `work`. Returns the time of the next check.
+    fn plan(&self, queue: &mut Queue, now: Instant, work: &mut Work) -> Option<Instant> {
+        for (turn, waiter) in queue.take_due(now) {
+            match waiter {
+                Some(waiter) => work.answers.push((waiter, Ok(turn.reopen()))),
+                None => work.refunds.push(turn),
+            }
+        }
+        work.refunds.extend(queue.take_surplus());
+        let awaits_reply = !queue.requested.is_empty();
+        let next_check = self.next_check(queue, now);
+        if self.by_turns {
+            let most = MAX_REQUESTS.saturating_sub(queue.requested.len());
+            work.requests = self.take_each(queue, most, now);
+        } else if next_check.is_some_and(|at| at <= now) {
+            work.requests = self.checks(queue, now);
+        }
+        for request in &work.requests {
+            queue.requested.insert(request.first);
+        }
+        for number in self.late(queue, &work.requests, awaits_reply, now) {
+            if let Some(waiter) = queue.remove(number) {
+                let denial = self.queue_ref.denial(Some(queue), waiter.cost, now);
+                work.answers.push((waiter, Err(NoPermit::Denied(denial))));
+            }
+        }
+        next_check
+    }
+
+    /// The waiters that are too late for these requests, and for those before that await a reply.
+    fn late(
+        &self,
+        queue: &Queue,
+        requests: &[Request],
+        awaits_reply: bool,
+        now: Instant,
+    ) -> Vec<u64> {
+        if self.by_turns {
+            // A reply may bring a turn to each waiter from the first request on.
+            let first = queue.requested.first().copied().unwrap_or(u64::MAX);
+            return queue.late(now, |_, number| first <= number);
+        }
+        let last = requests.last().map_or(0, |request| request.last);
+        queue.late(now, |deadline, number| {
+            // The reply decides whether there is a check for it. After the deadline, a check that leaves nothing is the
+            // last.
+            awaits_reply || number <= last && Some(deadline) > self.checks.denied_at
+        })
+    }
+
+    /// Returns `true` if the queue has no waiter, no turn and no pending reply.
+    fn is_idle(&self, queue: &Queue) -> bool {
+        queue.waiters.is_empty() && queue.turns.is_empty() && self.pending.is_empty()
     }
 
     /// The time of the next check. `None` by turns, while a reply is pending, and if no waiter lacks a turn.
@@ -230,85 +271,116 @@ impl Task {
             Some(now)
         } else {
             // The last check of a waiter is sent at its deadline.
-            let deadline = queue.deadline_after(self.checks.denied_at).into_iter();
-            deadline.chain([self.checks.next]).min()
+            match queue.deadline_after(self.checks.denied_at) {
+                Some(deadline) => Some(deadline.min(self.checks.next)),
+                None => Some(self.checks.next),
+            }
         }
     }
 
     /// Checks for the first waiters for which there may be capacity, at least for one: a single check if their cost is 1.
     fn checks(&self, queue: &Queue, now: Instant) -> Vec<Request> {
-        // Before the checks are sent: they see all capacity that was freed before.
-        let freed = self.wake.take_freed();
-        let Checks { units, slots, .. } = self.checks;
-        let slots = match freed {
-            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
-            1.. if self.is_in_flight() => freed + slots.min(1),
-            _ => slots,
-        };
-        let most = MAX_REQUESTS.min(slots as usize);
-        let (mut sum, costs) = (0, queue.without_turn().map(|(_, waiter)| waiter.cost));
-        let fitting = costs.take(most).take_while(|cost| {
-            // Free requests too are checked one by one while no unit is left.
-            sum += u64::from((*cost).max(1));
-            sum <= u64::from(units)
-        });
-        let fitting = fitting.count().max(1);
-        let (ones, last) = self.ones(queue);
-        match queue.first_without_turn() {
-            Some(first) if ones as usize >= fitting => vec![Request {
-                first,
-                last,
-                sent_at: now,
-                // Grants the part of them that fits.
-                check: Check::up_to(self.queue_ref.id.key, &self.queue_ref.policies, ones),
-            }],
-            _ => self.take_each(queue, fitting, now),
+        let fitting = self.fitting(queue);
+        let ones = self.ones(queue);
+        if (ones.count as usize) < fitting {
+            return self.take_each(queue, fitting, now);
         }
+        let Some(first) = queue.first_without_turn() else {
+            return vec![];
+        };
+        vec![Request {
+            first,
+            last: ones.last,
+            sent_at: now,
+            // Grants the part of them that fits.
+            check: Check::up_to(self.queue_ref.id.key, &self.queue_ref.policies, ones.count),
+        }]
     }
 
-    /// The number of waiters that a single check can serve, and the last one: the first waiters of cost 1, at most as many
-    /// as the policies ever allow.
-    fn ones(&self, queue: &Queue) -> (u32, u64) {
+    /// The number of the first waiters for which there may be capacity, at least 1.
+    fn fitting(&self, queue: &Queue) -> usize {
+        let mut slots = self.checks.slots;
+        // Before the checks are sent: they see all capacity that was freed before.
+        let freed = self.wake.take_freed();
+        if freed > 0 && self.is_in_flight() {
+            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
+            slots = freed + slots.min(1);
+        }
+        let mut units = u64::from(self.checks.units);
+        let mut fitting = 0;
+        for (_, waiter) in queue.without_turn().take(MAX_REQUESTS.min(slots as usize)) {
+            // Free requests too are checked one by one while no unit is left.
+            match units.checked_sub(waiter.cost.max(1).into()) {
+                Some(left) => units = left,
+                None => break,
+            }
+            fitting += 1;
+        }
+        fitting.max(1)
+    }
+
+    /// The first waiters of cost 1 that a single check can serve, at most the capacity of the policies.
+    fn ones(&self, queue: &Queue) -> Ones {
+        let mut ones = Ones::default();
+        if self.queue_ref.id.reserves != Reserves::Nothing || self.is_in_flight() {
+            return ones;
+        }
         let policies = self.queue_ref.policies.iter();
         let most = policies.map(|policy| policy.quota().capacity()).min();
-        let first = queue.without_turn().take(most.unwrap_or(0) as usize);
-        let ones = first.take_while(|(_, waiter)| {
-            waiter.cost == 1 && self.queue_ref.id.cost.is_none() && !self.is_in_flight()
-        });
-        ones.fold((0, 0), |(count, _), (number, _)| (count + 1, *number))
+        for (number, waiter) in queue.without_turn().take(most.unwrap_or(0) as usize) {
+            if waiter.cost != 1 {
+                break;
+            }
+            ones.count += 1;
+            ones.last = *number;
+        }
+        ones
     }
 
     /// Takes for the first waiters that need a request.
     fn take_each(&self, queue: &Queue, most: usize, now: Instant) -> Vec<Request> {
-        let (key, policies) = (self.queue_ref.id.key, &self.queue_ref.policies);
         let waiters = queue.to_request().take(most);
         let requests = waiters.map(|(number, waiter)| Request {
             first: *number,
             last: *number,
             sent_at: now,
-            check: match self.queue_ref.id.cost {
-                Some(cost) => {
-                    let within = waiter.deadline.map(|at| at.saturating_duration_since(now));
-                    Check::take_ahead(key, policies, cost, within.unwrap_or(Duration::MAX))
-                }
-                None => Check::take(key, policies, waiter.cost),
-            },
+            check: self.take(waiter, now),
         });
         requests.collect()
     }
 
+    /// The take of a waiter.
+    fn take(&self, waiter: &Waiter, now: Instant) -> Check {
+        let key = self.queue_ref.id.key;
+        let policies = &self.queue_ref.policies;
+        match self.queue_ref.id.reserves {
+            Reserves::Turns { cost } => {
+                let within = match waiter.deadline {
+                    Some(deadline) => deadline.saturating_duration_since(now),
+                    None => Duration::MAX,
+                };
+                Check::take_ahead(key, policies, cost, within)
+            }
+            Reserves::Nothing => Check::take(key, policies, waiter.cost),
+        }
+    }
+
     fn send(&mut self, request: Request) {
         let queues = &self.queue_ref.queues;
-        let in_flight = queues.in_flight.as_ref();
-        let mut slot = in_flight.and_then(|in_flight| in_flight.track(&request.check));
+        let mut slot = match &queues.in_flight {
+            Some(in_flight) => in_flight.track(&request.check),
+            None => None,
+        };
         let mut reply = contain(|| (queues.shared.send)(request.check.clone()));
         self.pending.push(Box::pin(async move {
-            let answer = poll_fn(|cx| {
-                let poll = contain(|| Some(reply.as_mut()?.as_mut().poll(cx)));
-                poll.flatten()
-                    .unwrap_or_else(|| Poll::Ready(Err(panicked())))
-            });
-            let answer = answer.await;
+            // Calls of the store's own code: `None` after a panic.
+            let answer = poll_fn(|cx| match &mut reply {
+                Some(reply) => {
+                    contain(|| reply.as_mut().poll(cx)).unwrap_or(Poll::Ready(Err(panicked())))
+                }
+                None => Poll::Ready(Err(panicked())),
+            })
+            .await;
             if let Some(slot) = &mut slot {
                 slot.on_reply(answer.as_ref());
             }
@@ -390,8 +462,10 @@ impl Task {
         let refused = self.queue_ref.with(|queue| {
             let first = queue.first_without_turn();
             let has_turn = first.is_none_or(|first| request.first < first);
-            let is_refused = !has_turn || denied.retry_after().is_none();
-            is_refused.then(|| queue.remove(request.first)).flatten()
+            if has_turn && denied.retry_after().is_some() {
+                return None;
+            }
+            queue.remove(request.first)
         });
         if let Some(waiter) = refused.flatten() {
             waiter.answer(Err(NoPermit::Denied(denied.clone())));
@@ -405,14 +479,17 @@ impl Task {
             Mode::UpTo => (1, decision.granted()),
             _ => (request.check.cost(), 1),
         };
-        let key = self.queue_ref.id.key;
-        let turns = (0..count).map(|_| {
+        let mut turns = vec![];
+        for _ in 0..count {
+            let key = self.queue_ref.id.key;
             let charge = Charge::new(key, decision.clone(), cost, request.sent_at);
-            Permit::new(self.queue_ref.clone(), charge, due, slot.take())
-        });
-        let turns: Vec<_> = turns.collect();
+            let turn = Permit::new(self.queue_ref.clone(), charge, due, slot.take());
+            turns.push(turn);
+        }
         self.queue_ref.with(|queue| {
-            turns.into_iter().for_each(|turn| queue.add_turn(turn));
+            for turn in turns {
+                queue.add_turn(turn);
+            }
             if decision.due_in().is_some() {
                 // The store has reserved the turn within the wait that was left when the request was sent.
                 let took = instant().saturating_duration_since(request.sent_at);
@@ -428,20 +505,19 @@ impl Task {
             self.failures += 1;
             self.checks.next = instant() + RETRY_INTERVAL;
         }
-        (self.by_turns, self.checks.units) = (false, 0);
-        let all = self.failures >= MAX_FAILURES;
-        let failed = self.queue_ref.with(|queue| {
-            let numbers: Vec<u64> = if all {
-                queue.without_turn().map(|(number, _)| *number).collect()
-            } else {
-                vec![request.first]
-            };
-            let failed = numbers
-                .into_iter()
-                .filter_map(|number| queue.remove(number));
-            failed.collect::<Vec<_>>()
+        self.by_turns = false;
+        self.checks.units = 0;
+        let mut failed = vec![];
+        self.queue_ref.with(|queue| {
+            let mut numbers = vec![request.first];
+            if self.failures >= MAX_FAILURES {
+                numbers = queue.without_turn().map(|(number, _)| *number).collect();
+            }
+            for number in numbers {
+                failed.extend(queue.remove(number));
+            }
         });
-        for waiter in failed.into_iter().flatten() {
+        for waiter in failed {
             waiter.answer(Err(NoPermit::Failed(error.clone())));
         }
     }
@@ -451,16 +527,26 @@ impl Task {
     }
 }
 
+impl Work {
+    fn is_empty(&self) -> bool {
+        self.answers.is_empty() && self.refunds.is_empty() && self.requests.is_empty()
+    }
+}
+
 impl Checks {
     /// Records the capacity that a decision has left. The next check may follow immediately.
     fn record_decision(&mut self, decision: &Decision) {
-        let least = |is_in_flight| {
-            let each = decision.verdicts();
-            let each = each.filter(|(policy, _)| policy.is_in_flight() == is_in_flight);
-            let least = each.map(|(_, verdict)| verdict.remaining.max(0)).min();
-            least.map_or(u32::MAX, |least| u32::try_from(least).unwrap_or(u32::MAX))
-        };
-        (self.units, self.slots) = (least(false), least(true));
+        self.units = u32::MAX;
+        self.slots = u32::MAX;
+        for (policy, verdict) in decision.verdicts() {
+            let left = u32::try_from(verdict.remaining.max(0)).unwrap_or(u32::MAX);
+            let least = if policy.is_in_flight() {
+                &mut self.slots
+            } else {
+                &mut self.units
+            };
+            *least = left.min(*least);
+        }
         self.next = instant();
     }
 
@@ -504,7 +590,9 @@ fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &De
     if matches!(decision.charged_at(), ChargedAt::Local(_)) {
         return next;
     }
-    let periods = policies.iter().map(|policy| policy.quota().period());
-    let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
+    let mut jitter = JITTER;
+    for policy in policies {
+        jitter = jitter.min(policy.quota().period() / 5);
+    }
     next + jitter.mul_f64(random())
 }
