@@ -60,37 +60,56 @@ impl<D> Shadows<D> {
         (key, id): (Key, Option<Key>),
         charge: Option<&RequestCost>,
     ) -> Self {
-        // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
-        // separate key: its policy may share a name with an enforced one, whose count it must not
-        // change.
-        let own = gate.settings.dry_run.then_some((key, &gate.policies));
-        let shadows = gate
-            .settings
-            .shadows
-            .iter()
-            .map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let mut reporter = Reporter {
-            key,
-            notifier: gate.notifier.clone(),
-            charge: charge.cloned(),
-            slots: Vec::new(),
-            has_ended: false,
+        let mut shadows = Self {
+            checks: vec![],
+            reporter: Reporter {
+                key,
+                notifier: gate.notifier.clone(),
+                charge: charge.cloned(),
+                slots: vec![],
+                has_ended: false,
+            },
         };
-        let ask = |(counted_by, selector): (Key, &Selector<R>)| {
-            let policies = gate.countable(selector.find(request, Some(&key))?)?;
-            let check = gate.check(counted_by, &policies, request, id);
-            if let Some(charge) = charge.filter(|_| counted_by == key) {
-                charge.charges().reserves(check.cost());
-            }
-            let mut question = gate.question(&check, id);
-            question.slot = gate.hold(&check);
-            Some(match gate.notifier.send(&gate.store, check) {
-                Answer::Ready { answer } => Shadow::Done(reporter.report(&mut question, answer)),
-                Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
-            })
+        if gate.settings.dry_run {
+            // It uses the caller's own key, so enforcement continues its counts.
+            shadows.ask(gate, request, (key, id), &gate.policies);
+        }
+        // A separate key: the policy of a shadow may share a name with an enforced one, whose count it must not change.
+        let shadow_key = Key::tuple(&[key, Key::SHADOW]);
+        for selector in &gate.settings.shadows {
+            shadows.ask(gate, request, (shadow_key, id), selector);
+        }
+        shadows
+    }
+
+    /// Sends the check under the policies of this selector, if it selects any.
+    fn ask<S: Store<Future = D>, R: 'static>(
+        &mut self,
+        gate: &Gate<S, R>,
+        request: &R,
+        (counted_by, id): (Key, Option<Key>),
+        selector: &Selector<R>,
+    ) {
+        let key = self.reporter.key;
+        let Some(selected) = selector.find(request, Some(&key)) else {
+            return;
         };
-        let checks = own.into_iter().chain(shadows).filter_map(ask).collect();
-        Self { checks, reporter }
+        let Some(policies) = gate.countable(selected) else {
+            return;
+        };
+        let check = gate.check(counted_by, &policies, request, id);
+        if let Some(charge) = &self.reporter.charge
+            && counted_by == key
+        {
+            charge.charges().reserves(check.cost());
+        }
+        let mut question = gate.question(&check, id);
+        question.slot = gate.hold(&check);
+        let shadow = match gate.notifier.send(&gate.store, check) {
+            Answer::Ready { answer } => Shadow::Done(self.reporter.report(&mut question, answer)),
+            Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
+        };
+        self.checks.push(shadow);
     }
 
     /// Releases the slots: the call has ended.

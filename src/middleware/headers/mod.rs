@@ -4,7 +4,7 @@
 mod formats;
 mod legacy;
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::iter;
 use std::time::Duration;
 
@@ -121,21 +121,22 @@ impl Headers {
     /// Adds the header fields of a decision to its response. If `shows`, adds the decision to the
     /// extensions, unless an inner layer or a handler has added one.
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
-        let inner = response.extensions().get::<Decision>();
-        let within = inner.map(Decision::is_allowed);
-        // The inner decision may be under an instance's share, or only that of the layer.
-        let is_own = |inner: &&Decision| {
-            decision.policies().whole().without_in_flight() == Some(&inner.policies().whole())
-        };
-        if within == Some(false)
-            && let Some(denied) = inner.filter(is_own).cloned()
-        {
-            return self.replace_draft(&denied, response.headers_mut());
-        }
-        self.append_around(&decision, response.headers_mut(), within == Some(false));
-        // Nested layers keep the innermost decision, which explains the response.
-        if shows && within.is_none() {
-            response.extensions_mut().insert(decision);
+        match response.extensions().get::<Decision>() {
+            None => {
+                self.append_around(&decision, response.headers_mut(), false);
+                if shows {
+                    response.extensions_mut().insert(decision);
+                }
+            }
+            // The extensions keep the innermost decision, which explains the response.
+            Some(inner) if inner.is_allowed() => {
+                self.append_around(&decision, response.headers_mut(), false);
+            }
+            Some(denied) if is_by_handler(denied, &decision) => {
+                let denied = denied.clone();
+                self.replace_draft(&denied, response.headers_mut());
+            }
+            Some(_) => self.append_around(&decision, response.headers_mut(), true),
         }
     }
 
@@ -149,6 +150,13 @@ impl Headers {
             legacy.set(headers, denied);
         }
     }
+}
+
+/// Returns `true` if a handler has denied the request under the layer's policies. Its decision may be under an instance's
+/// share. The layer's own decision may also be under a policy of requests in flight.
+fn is_by_handler(denied: &Decision, of_layer: &Decision) -> bool {
+    let of_layer = of_layer.policies().whole();
+    of_layer.without_in_flight() == Some(&denied.policies().whole())
 }
 
 /// [`DRAFT_11`](Self::DRAFT_11).
@@ -201,11 +209,12 @@ pub(in crate::middleware) fn write_quota(
     decision: &Decision,
     to: &mut impl fmt::Write,
 ) -> fmt::Result {
-    let quota = |texts: &Texts| {
-        let each = texts.each.get(decision.decider());
-        to.write_str(each.map_or("", |each| &each.quota))
-    };
-    decision.policies().derived(Texts::new, quota)
+    decision.policies().derived(Texts::new, |texts| {
+        match texts.each.get(decision.decider()) {
+            Some(each) => to.write_str(&each.quota),
+            None => Ok(()),
+        }
+    })
 }
 
 /// Texts that depend on the policies only.
@@ -224,29 +233,32 @@ struct PolicyTexts {
 
 impl Texts {
     fn new(policies: &Policies) -> Self {
-        let mut text = String::new();
-        for policy in policies.iter().filter(|policy| !policy.is_pause()) {
-            let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.stated());
-            let _ = write!(text, "{separator}\"{}\";", policy.name());
-            let _ = match policy.is_in_flight() {
-                // The draft's unit for requests in flight, which have no window.
-                true => write!(text, "q={};qu=\"concurrent-requests\"", quota.limit()),
-                false => {
+        let mut items = vec![];
+        let mut each = SmallVec::new();
+        for policy in policies {
+            let quota = policy.stated();
+            let name = policy.name();
+            if !policy.is_pause() {
+                items.push(if policy.is_in_flight() {
+                    // The draft's unit for requests in flight, which have no window.
+                    format!("\"{name}\";q={};qu=\"concurrent-requests\"", quota.limit())
+                } else {
                     let (limit, window) = per_seconds(quota);
-                    write!(text, "q={limit};w={window}")
-                }
-            };
+                    format!("\"{name}\";q={limit};w={window}")
+                });
+            }
+            each.push(PolicyTexts {
+                quota: if policy.is_in_flight() {
+                    format!("{} concurrent requests", quota.limit())
+                } else {
+                    quota.in_words()
+                },
+                item: format!("\"{name}\";r="),
+            });
         }
-        let each = policies.iter().map(|policy| PolicyTexts {
-            quota: match policy.is_in_flight() {
-                true => format!("{} concurrent requests", policy.stated().limit()),
-                false => policy.stated().in_words(),
-            },
-            item: format!("\"{}\";r=", policy.name()),
-        });
         Self {
-            policy_field: value(text.as_bytes()),
-            each: each.collect(),
+            policy_field: value(items.join(", ").as_bytes()),
+            each,
         }
     }
 

@@ -35,9 +35,16 @@ pub(super) struct Account {
     sent_until: i64,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
-    /// The `sent` of each count and `sent_until` before the charge in flight, which counts as sent already. `None`
-    /// if no charge is in flight, or if a reset has dropped it. If the runtime ends first, it stays until the next charge.
-    before_charge: Option<(SmallVec<[State; 1]>, i64)>,
+    /// The state before the charge in flight, which counts as sent already. `None` if no charge is in flight, or if a reset
+    /// has dropped it. If the runtime ends first, it stays until the next charge.
+    before_charge: Option<BeforeCharge>,
+}
+
+#[derive(Debug)]
+struct BeforeCharge {
+    /// The `sent` of each count.
+    sent: SmallVec<[State; 1]>,
+    sent_until: i64,
 }
 
 /// The count of the primary store under a policy, in two versions. The primary store lacks the
@@ -89,16 +96,17 @@ impl Account {
         let mut verdicts = decision
             .verdicts()
             .filter(|(share, _)| !share.is_in_flight());
-        let counts = policies.iter().map(|policy| {
-            Count::new(match verdicts.next() {
+        let mut counts = SmallVec::new();
+        for policy in policies {
+            counts.push(Count::new(match verdicts.next() {
                 Some((share, verdict)) => counted_before(policy, share, verdict, granted, now),
                 // A custom fallback may have decided on other policies than requested.
                 None => State::fresh(policy.kind()),
-            })
-        });
+            }));
+        }
         Self {
             policies: policies.clone(),
-            counts: counts.collect(),
+            counts,
             sent_until: now - 1,
             lacks_reset: false,
             before_charge: None,
@@ -118,17 +126,21 @@ impl Account {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             *count = Count::new(State::fresh(policy.kind()));
         }
-        (self.sent_until, self.lacks_reset, self.before_charge) = (now, true, None);
+        self.sent_until = now;
+        self.lacks_reset = true;
+        self.before_charge = None;
     }
 
     /// Returns where a refund goes.
     pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
         let unsent = self.unsent(now);
-        let is_sent = match check.charged().first().map(|charged| charged.at) {
-            Some(ChargedAt::Redis(_)) => return RefundTo::Primary,
-            Some(ChargedAt::Local(at)) => at <= self.sent_until,
+        let is_sent = match check.charged() {
+            [charged, ..] => match charged.at {
+                ChargedAt::Redis(_) => return RefundTo::Primary,
+                ChargedAt::Local(at) => at <= self.sent_until,
+            },
             // A refund that names no charge applies to any unsent one.
-            None => unsent == 0,
+            [] => unsent == 0,
         };
         if !is_sent {
             RefundTo::Account(check.cost().min(limited(unsent)))
@@ -154,8 +166,13 @@ impl Account {
             let charge = check.charged_under(i);
             charge.refund(policy, &mut count.all, cost.into(), now);
         }
-        let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
-        Some(Check::refund_of(key, policies, part, charged.into()))
+        let charged = check.charged().into();
+        Some(Check::refund_of(
+            *check.key(),
+            check.policies(),
+            part,
+            charged,
+        ))
     }
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
@@ -165,12 +182,13 @@ impl Account {
 
     /// Returns the largest part of a limit that the caller has used, in 255ths.
     pub(super) fn used(&self, now: i64) -> u8 {
-        let counts = self.policies.iter().zip(&self.counts);
-        let used = counts.map(|(policy, count)| {
+        let mut most = 0;
+        for (policy, count) in self.policies.iter().zip(&self.counts) {
             let capacity = policy.params().capacity.max(1);
-            (count.all.counted(policy, now).clamp(0, capacity) * 255 / capacity) as u8
-        });
-        used.max().unwrap_or(0)
+            let used = count.all.counted(policy, now).clamp(0, capacity);
+            most = most.max((used * 255 / capacity) as u8);
+        }
+        most
     }
 
     /// Returns the unexpired cost that was not sent: the most under any policy.
@@ -193,40 +211,48 @@ impl Account {
             return Some(Check::reset(key, &self.policies));
         }
         let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
-        let cost = unsent.iter().copied().filter(|unsent| *unsent > 0).min()?;
-        let cost = limited(cost);
-        let lacking = self.policies.iter().zip(&unsent);
-        let lacking = lacking.filter(|(_, unsent)| **unsent > 0);
-        let policies = if unsent.contains(&0) {
-            Policies::new(lacking.map(|(policy, _)| policy.clone())).ok()?
-        } else {
-            self.policies.clone()
-        };
-        let sent = self.counts.iter().map(|count| count.sent.clone());
-        self.before_charge = Some((sent.collect(), mem::replace(&mut self.sent_until, now)));
+        let least = unsent.iter().filter(|unsent| **unsent > 0).min()?;
+        let cost = limited(*least);
+        let policies = self.lacking(&unsent)?;
+        self.before_charge = Some(BeforeCharge {
+            sent: self.counts.iter().map(|count| count.sent.clone()).collect(),
+            sent_until: mem::replace(&mut self.sent_until, now),
+        });
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             count.send(policy, cost, now);
         }
         let pause = self.pause(now);
-        Some(
-            if policies.iter().all(Policy::is_pause) && !pause.is_zero() {
-                // The longest pause of all instances counts, not their sum.
-                Check::charge_debt_of(key, &policies, pause)
-            } else {
-                Check::charge(key, &policies, cost)
-            },
-        )
+        if !pause.is_zero() && policies.iter().all(Policy::is_pause) {
+            // The longest pause of all instances counts, not their sum.
+            return Some(Check::charge_debt_of(key, &policies, pause));
+        }
+        Some(Check::charge(key, &policies, cost))
+    }
+
+    /// Returns the policies with an unsent cost.
+    fn lacking(&self, unsent: &[u64]) -> Option<Policies> {
+        if !unsent.contains(&0) {
+            return Some(self.policies.clone());
+        }
+        let mut lacking = vec![];
+        for (policy, unsent) in self.policies.iter().zip(unsent) {
+            if *unsent > 0 {
+                lacking.push(policy.clone());
+            }
+        }
+        Policies::new(lacking).ok()
     }
 
     /// Returns how long the longest pause of the account still lasts.
     fn pause(&self, now: i64) -> Duration {
-        let counts = self.policies.iter().zip(&self.counts);
-        let pauses = counts.filter(|(policy, _)| policy.is_pause());
-        let left = pauses.map(|(policy, count)| {
-            let debt = count.all.counted(policy, now) - policy.params().capacity;
-            policy.quota().time_for(debt.max(0) as u64)
-        });
-        left.max().unwrap_or_default()
+        let mut longest = Duration::ZERO;
+        for (policy, count) in self.policies.iter().zip(&self.counts) {
+            if policy.is_pause() {
+                let debt = count.all.counted(policy, now) - policy.params().capacity;
+                longest = longest.max(policy.quota().time_for(debt.max(0) as u64));
+            }
+        }
+        longest
     }
 
     /// Handles the outcome of a check that was sent. A charge is repeated only if it was certainly not sent, a reset until
@@ -234,13 +260,17 @@ impl Account {
     pub(super) fn replied(&mut self, check: &Check, answer: &Result<Decision, StoreError>) {
         if check.mode() == Mode::Reset {
             self.lacks_reset |= !is_reply(answer);
-        } else if let Some((sent, sent_until)) = self.before_charge.take()
-            && answer.as_ref().is_err_and(StoreError::is_not_sent)
+            return;
+        }
+        let before = self.before_charge.take();
+        if let Some(before) = before
+            && let Err(error) = answer
+            && error.is_not_sent()
         {
-            for (count, sent) in self.counts.iter_mut().zip(sent) {
+            for (count, sent) in self.counts.iter_mut().zip(before.sent) {
                 count.sent = sent;
             }
-            self.sent_until = sent_until;
+            self.sent_until = before.sent_until;
         }
     }
 }
@@ -255,35 +285,60 @@ fn counted_before(
     granted: u32,
     now: i64,
 ) -> State {
-    let [whole, part] = [policy, share].map(|policy| policy.params().capacity);
-    let (used, reset) = if policy.frees().is_gradual() {
-        // The time until such a bucket is empty shows how full it is, also in a debt: `resume` reads only that. The primary
-        // store has rounded it up, and so has the fallback: without these two microseconds, the primary store could be
-        // charged a unit that has refilled.
-        let params = share.params();
-        let level = (verdict.reset - 2).saturating_mul(params.ticks);
-        let level = level.saturating_sub(i64::from(granted).saturating_mul(params.interval));
-        (
-            whole,
-            level.checked_div_euclid(params.ticks).unwrap_or_default(),
-        )
+    let before = if policy.frees().is_gradual() {
+        bucket_before(policy, share, verdict, granted)
     } else {
-        let used = (part - verdict.remaining - i64::from(granted)).max(0);
-        let used = (i128::from(used) * i128::from(whole) / i128::from(part.max(1))) as i64;
-        // In batches, the time includes that of the grant, and a share may need more batches than the whole.
-        let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
-        (used, verdict.reset.min(periods * policy.params().period))
+        charges_before(policy, share, verdict, granted)
     };
-    if reset <= 0 {
+    if before.reset <= 0 {
         return State::fresh(policy.kind());
     }
-    let until = now.saturating_add(reset);
-    State::resume(
-        policy.kind(),
-        policy.params(),
-        now,
-        Snapshot { used, until },
-    )
+    let snapshot = Snapshot {
+        used: before.used,
+        until: now.saturating_add(before.reset),
+    };
+    State::resume(policy.kind(), policy.params(), now, snapshot)
+}
+
+/// A count of the whole policy.
+struct Before {
+    used: i64,
+    /// The time until nothing counts.
+    reset: i64,
+}
+
+/// The count of a gradual bucket. The time until it is empty shows how full it is, also in a debt, so it is counted in
+/// ticks: a share of 5 per second that has just granted 1 and is empty in 600 ms was empty in 400 ms before that, as is
+/// the whole bucket of 10 per second with 4 units.
+fn bucket_before(policy: &Policy, share: &Policy, verdict: &Verdict, granted: u32) -> Before {
+    let params = share.params();
+    // The primary store has rounded the time up, and so has the fallback: without these two microseconds, the primary store
+    // could be charged a unit that has refilled.
+    let level = (verdict.reset - 2).saturating_mul(params.ticks);
+    let of_grant = i64::from(granted).saturating_mul(params.interval);
+    let level_before = level.saturating_sub(of_grant);
+    Before {
+        // `State::resume` reads only the time.
+        used: policy.params().capacity,
+        reset: level_before
+            .checked_div_euclid(params.ticks)
+            .unwrap_or_default(),
+    }
+}
+
+/// The count of a window, log or bucket by the interval, in units: a share of 5 that has just granted 1 and has 2 left
+/// had used 2 before that, which are 4 units of the whole 10.
+fn charges_before(policy: &Policy, share: &Policy, verdict: &Verdict, granted: u32) -> Before {
+    let whole = policy.params().capacity;
+    let part = share.params().capacity;
+    let of_part = (part - verdict.remaining - i64::from(granted)).max(0);
+    let used = (i128::from(of_part) * i128::from(whole) / i128::from(part.max(1))) as i64;
+    // In batches, the time includes that of the grant, and a share may need more batches than the whole.
+    let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
+    Before {
+        used,
+        reset: verdict.reset.min(periods * policy.params().period),
+    }
 }
 
 /// Returns `true` if the primary store has replied to a check, even if it has refused it.

@@ -70,6 +70,19 @@ impl Accounts {
         self.free.load(Ordering::Acquire) == 0
     }
 
+    /// Counts one more account. Returns `false` if there is no room.
+    fn reserve(&self) -> bool {
+        let taken = self
+            .free
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |free| {
+                free.checked_sub(1)
+            });
+        if taken.is_ok() {
+            self.held.fetch_add(1, Ordering::AcqRel);
+        }
+        taken.is_ok()
+    }
+
     /// Returns the present epoch. Read it before a check is sent to the primary store: see
     /// [`has_all_grants`](Caller::has_all_grants).
     pub(super) fn epoch(&self) -> u64 {
@@ -99,19 +112,19 @@ impl Accounts {
         now: i64,
         owed: &mut Vec<(u8, Key, Policies)>,
     ) -> usize {
-        let (mut shard, mut removed) = (lock(shard), 0);
+        let mut shard = lock(shard);
         let accounts = &mut shard.accounts;
         let examined = accounts.len();
-        accounts.retain(|key, each| {
+        let mut removed = 0;
+        for (key, each) in accounts.iter_mut() {
             let held = each.len();
             each.retain(|account| account.is_owed(now));
             removed += held - each.len();
-            owed.extend(
-                each.iter()
-                    .map(|each| (each.used(now), *key, each.policies.clone())),
-            );
-            !each.is_empty()
-        });
+            for account in each {
+                owed.push((account.used(now), *key, account.policies.clone()));
+            }
+        }
+        accounts.retain(|_, each| !each.is_empty());
         self.held.fetch_sub(removed, Ordering::AcqRel);
         self.free.fetch_add(removed, Ordering::AcqRel);
         if accounts.is_empty() {
@@ -158,17 +171,18 @@ impl Caller<'_> {
         answer: &Result<Decision, StoreError>,
     ) {
         let cost = reported(check);
-        let (charged, unsent) = match answer {
-            Ok(decision) => (decision.granted().min(cost), 0),
-            Err(error) if error.is_not_sent() => (0, cost),
-            Err(_) => (0, 0),
-        };
-        self.all
-            .charged
-            .fetch_add(charged.into(), Ordering::Relaxed);
-        self.all
-            .dropped
-            .fetch_sub((charged + unsent).into(), Ordering::Relaxed);
+        match answer {
+            Ok(decision) => {
+                let charged = decision.granted().min(cost).into();
+                self.all.charged.fetch_add(charged, Ordering::Relaxed);
+                self.all.dropped.fetch_sub(charged, Ordering::Relaxed);
+            }
+            // It stays in the account, and is sent again.
+            Err(error) if error.is_not_sent() => {
+                self.all.dropped.fetch_sub(cost.into(), Ordering::Relaxed);
+            }
+            Err(_) => {}
+        }
         if let Some(account) = self.account(policies) {
             account.replied(check, answer);
         }
@@ -193,17 +207,11 @@ impl Caller<'_> {
             return false;
         }
         if self.account(policies).is_none() {
-            let one_less = |free: usize| free.checked_sub(1);
-            let free = &self.all.free;
-            if free
-                .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
-                .is_err()
-            {
+            if !self.all.reserve() {
                 let dropped = &self.all.dropped;
                 dropped.fetch_add(granted.into(), Ordering::Relaxed);
                 return false;
             }
-            self.all.held.fetch_add(1, Ordering::AcqRel);
             let account = Account::new(policies, decision, granted, now);
             let accounts = &mut self.shard.accounts;
             accounts.entry(*self.key).or_default().push(account);

@@ -152,17 +152,15 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Returns `None` if the fallback must decide a check.
     fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
-        let ticket = if self.overtakes(check) {
-            None
-        } else {
-            self.breaker.admit()
-        };
-        if ticket.is_none() {
-            // If the runtime of the recovery task has shut down, start the task on this one.
-            self.attend();
+        if !self.overtakes(check)
+            && let Some(ticket) = self.breaker.admit()
+        {
+            let epoch = self.accounts.epoch();
+            return Some(Admission { epoch, ticket });
         }
-        let epoch = self.accounts.epoch();
-        ticket.map(|ticket| Admission { epoch, ticket })
+        // If the runtime of the recovery task has shut down, start the task on this one.
+        self.attend();
+        None
     }
 
     /// Returns `true` if a check refunds or resets charges that the primary store may lack.
@@ -171,11 +169,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             return false;
         }
         let mut caller = self.accounts.caller(check.key());
-        let account = caller.account(check.policies());
-        account.is_some_and(|account| {
-            check.mode() == Mode::Reset
-                || account.refund_to(check, self.clock.micros()) != RefundTo::Primary
-        })
+        match caller.account(check.policies()) {
+            Some(_) if check.mode() == Mode::Reset => true,
+            Some(account) => account.refund_to(check, self.clock.micros()) != RefundTo::Primary,
+            None => false,
+        }
     }
 
     /// Handles the primary store's reply.
@@ -264,8 +262,9 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
-        let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
-        if self.breaker.failed(ticket, lasting, now) && self.outage.opened(now) {
+        let is_lasting = error.kind() == ErrorKind::ClusterNode;
+        let now = self.clock.micros();
+        if self.breaker.failed(ticket, is_lasting, now) && self.outage.opened(now) {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();
             degraded.is_counted = matches!(self.settings.share, Share::Alive(_));
@@ -299,9 +298,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
         let mut caller = self.accounts.caller(check.key());
-        let check = if check.mode() == Mode::Refund {
-            let account = caller.account(check.policies()).filter(|_| !in_doubt);
-            match account.and_then(|account| account.refund(check, self.clock.micros())) {
+        let check = match check.mode() {
+            Mode::Refund => match self.refund_here(check, in_doubt, &mut caller) {
                 Some(refund) => refund,
                 None => {
                     drop(caller);
@@ -310,9 +308,8 @@ impl<P: Store, F: Store> Partition<P, F> {
                     }
                     return Answer::ready(Err(elsewhere(in_doubt)));
                 }
-            }
-        } else {
-            check.clone().without_turn()
+            },
+            _ => check.clone().without_turn(),
         };
         let share = match instances {
             NonZeroU32::MIN => check.clone(),
@@ -332,6 +329,16 @@ impl<P: Store, F: Store> Partition<P, F> {
                 in_doubt,
             }),
         }
+    }
+
+    /// Deducts the part of a refund that is in the account, and returns it for the fallback. `None` if only the primary
+    /// store can make the refund, or may have made it.
+    fn refund_here(&self, check: &Check, in_doubt: bool, caller: &mut Caller<'_>) -> Option<Check> {
+        if in_doubt {
+            return None;
+        }
+        let account = caller.account(check.policies())?;
+        account.refund(check, self.clock.micros())
     }
 
     /// Returns `true` if the fallback decides and is warmed under the lock of the caller. Only [`LocalStore`] is, as it

@@ -19,7 +19,7 @@
 use std::future::{Future, poll_fn};
 use std::mem;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Waker};
 use std::time::Duration;
@@ -76,11 +76,10 @@ impl Backoff {
 
     /// The reason why no connection may be attempted, if any.
     fn error(&self) -> Option<StoreError> {
-        lock(&self.0)
-            .refused
-            .as_ref()
-            .filter(|(until, _)| instant() < *until)
-            .map(|(_, error)| error.clone())
+        match &lock(&self.0).refused {
+            Some((until, error)) if instant() < *until => Some(error.clone()),
+            _ => None,
+        }
     }
 
     fn failed(&self, error: StoreError) {
@@ -105,8 +104,13 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
         if let Some(error) = self.backoff.error() {
             return Err(error);
         }
-        let link = within(self.timeout, self.to.connect()).await;
-        let link = link.inspect_err(|error| self.backoff.failed(error.clone()))?;
+        let link = match within(self.timeout, self.to.connect()).await {
+            Ok(link) => link,
+            Err(error) => {
+                self.backoff.failed(error.clone());
+                return Err(error);
+            }
+        };
         // Limit a ping to half of the timeout, so that time remains for a new connection and the
         // command.
         let timeouts = self.timeouts.load(Ordering::Relaxed);
@@ -119,21 +123,27 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
         Ok(())
     }
 
+    /// Also records the use that ends here. bb8 calls this once for each, even if the user was dropped.
     fn has_broken(&self, connection: &mut Box<Connection>) -> bool {
-        if connection.broken && connection.failure.is_none() {
-            self.timeouts.fetch_add(1, Ordering::Relaxed);
-        }
-        if !connection.was_used {
-            match (connection.broken, connection.failure.take()) {
-                (false, _) => {
+        match &connection.condition {
+            Condition::Works => {
+                if !connection.was_used {
                     connection.was_used = true;
                     self.backoff.worked();
                 }
-                (true, Some(failure)) => self.backoff.failed(failure),
-                (true, None) => {}
+                false
+            }
+            Condition::Unanswered => {
+                self.timeouts.fetch_add(1, Ordering::Relaxed);
+                true
+            }
+            Condition::Failed(error) => {
+                if !connection.was_used {
+                    self.backoff.failed(error.clone());
+                }
+                true
             }
         }
-        connection.broken
     }
 }
 
@@ -142,18 +152,30 @@ pub(crate) struct Pool<C: Connect> {
     connections: bb8::Pool<Manager<C>>,
     /// The last connection failure, for the callers that wait for a connection.
     failures: watch::Receiver<Option<StoreError>>,
-    spare: Mutex<Spare<C>>,
+    /// The connection that was returned last. A checkout takes it faster than from bb8.
+    spare: Mutex<Option<Checkout<C>>>,
+    /// Number of checkouts that wait for bb8.
+    waiting: AtomicUsize,
     /// Maximum time of a checkout.
     timeout: Duration,
     /// Number of uses that were dropped before a reply arrived: the server may have vanished.
     timeouts: Arc<AtomicU64>,
 }
 
-/// The connection that was returned last. A checkout takes it faster than from bb8.
-struct Spare<C: Connect> {
-    connection: Option<Checkout<C>>,
-    /// Its reference count is 1 plus the number of checkouts that wait for bb8.
-    waiting: Arc<()>,
+/// A checkout that waits for bb8. Counted until its drop.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn count(all: &'a AtomicUsize) -> Self {
+        all.fetch_add(1, Ordering::AcqRel);
+        Self(all)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 /// A connection in use. Dropping it returns it to bb8.
@@ -181,14 +203,11 @@ impl<C: Connect> Pool<C> {
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
-        let spare = Spare {
-            connection: None,
-            waiting: Arc::default(),
-        };
         Self {
             connections,
             failures,
-            spare: Mutex::new(spare),
+            spare: Mutex::new(None),
+            waiting: AtomicUsize::new(0),
             timeout,
             timeouts,
         }
@@ -200,23 +219,25 @@ impl<C: Connect> Pool<C> {
     }
 
     async fn find_working(&self) -> Result<Checkout<C>, StoreError> {
-        let mut lost = false;
+        let mut one_was_dead = false;
         loop {
             let mut connection = self.get().await?;
             if !connection.is_closed() {
+                let timeouts = self.timeouts.load(Ordering::Relaxed);
+                let may_be_dead = connection.begin_use(timeouts);
+                if !may_be_dead {
+                    return Ok(connection);
+                }
                 // If one idle connection is dead, the others probably are too: discard each other idle
                 // connection without a ping. A ping is rare, and boxed so that the future of a worker is
                 // small.
-                let timeouts = self.timeouts.load(Ordering::Relaxed);
-                if !connection.begin_use(timeouts)
-                    || !lost && Box::pin(connection.responds_to_ping()).await
-                {
+                if !one_was_dead && Box::pin(connection.responds_to_ping()).await {
                     return Ok(connection);
                 }
-                lost = true;
+                one_was_dead = true;
             }
             // A new connection that is lost immediately counts as a failure to connect.
-            connection.give_up(Some(StoreError::new(ErrorKind::Unreachable)));
+            connection.give_up(StoreError::new(ErrorKind::Unreachable));
         }
     }
 
@@ -224,24 +245,23 @@ impl<C: Connect> Pool<C> {
     /// serves the checkouts that wait.
     pub(crate) fn give_back(&self, connection: Checkout<C>) {
         let mut spare = lock(&self.spare);
-        let is_awaited = Arc::strong_count(&spare.waiting) > 1;
-        if connection.is_proven() && !is_awaited && spare.connection.is_none() {
-            spare.connection = Some(connection);
+        let is_awaited = self.waiting.load(Ordering::Acquire) > 0;
+        if connection.is_proven() && !is_awaited && spare.is_none() {
+            *spare = Some(connection);
         }
     }
 
     async fn get(&self) -> Result<Checkout<C>, StoreError> {
-        let waiting = {
+        let _waiting = {
             let mut spare = lock(&self.spare);
-            if let Some(connection) = spare.connection.take() {
+            if let Some(connection) = spare.take() {
                 return Ok(connection);
             }
-            Arc::clone(&spare.waiting)
+            // Counted under the lock, so that the next connection that is returned goes to bb8.
+            Waiting::count(&self.waiting)
         };
         // Rare, and boxed so that the future of a worker is small.
-        let got = Box::pin(self.get_from_bb8()).await;
-        drop(waiting);
-        got
+        Box::pin(self.get_from_bb8()).await
     }
 
     /// Returns a connection, or the reason why none is available: bb8 alone would wait until its
@@ -250,13 +270,17 @@ impl<C: Connect> Pool<C> {
         let mut failures = self.failures.clone();
         failures.mark_unchanged();
         let mut getting = pin!(self.connections.get_owned());
-        let got = loop {
+        loop {
             let got = match select(getting.as_mut(), pin!(failures.changed())).await {
                 Either::Left((got, _)) => Some(got),
                 Either::Right(_) => None,
             };
             match got {
-                Some(got) => break got,
+                Some(Ok(connection)) => return Ok(connection),
+                Some(Err(bb8::RunError::User(error))) => return Err(error),
+                Some(Err(bb8::RunError::TimedOut)) => {
+                    return Err(StoreError::new(ErrorKind::Timeout));
+                }
                 // The server may refuse a further connection (`maxclients`), but an existing one
                 // will be returned.
                 None if self.connections.state().connections > 0 => {}
@@ -265,11 +289,7 @@ impl<C: Connect> Pool<C> {
                     return Err(error.unwrap_or_else(|| StoreError::new(ErrorKind::Unreachable)));
                 }
             }
-        };
-        got.map_err(|error| match error {
-            bb8::RunError::User(error) => error,
-            bb8::RunError::TimedOut => StoreError::new(ErrorKind::Timeout),
-        })
+        }
     }
 }
 
@@ -310,17 +330,25 @@ pub(crate) type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 /// A connection that records whether its last use failed.
 pub(crate) struct Connection {
     link: Link,
-    broken: bool,
+    condition: Condition,
     /// Whether any use has succeeded.
     was_used: bool,
-    /// The error that broke it.
-    failure: Option<StoreError>,
     /// Start of the last use.
     used: Instant,
     /// The pool's number of timeouts at the start of the last use.
     timeouts: u64,
     /// Maximum time of a ping.
     patience: Duration,
+}
+
+/// How the last use of a connection ended.
+enum Condition {
+    /// With a reply. Also before the first use.
+    Works,
+    /// Without a reply so far: the use may have been dropped.
+    Unanswered,
+    /// With an error that the next use would probably meet too.
+    Failed(StoreError),
 }
 
 impl Connection {
@@ -336,9 +364,8 @@ impl Connection {
     fn new(link: Link, patience: Duration, timeouts: u64) -> Self {
         Self {
             link,
-            broken: false,
+            condition: Condition::Works,
             was_used: false,
-            failure: None,
             used: instant(),
             timeouts,
             patience,
@@ -347,17 +374,16 @@ impl Connection {
 
     /// Returns `true` if the server has closed the connection, or is no longer the master.
     fn is_closed(&mut self) -> bool {
-        self.link.inner.is_lost()
-            || self
-                .link
-                .epoch
-                .as_ref()
-                .is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
+        let is_of_earlier_epoch = match &self.link.epoch {
+            Some(epoch) => epoch.current.load(Ordering::Acquire) != epoch.number,
+            None => false,
+        };
+        is_of_earlier_epoch || self.link.inner.is_lost()
     }
 
     /// Returns `true` if a use has succeeded and the last use did not break the connection.
     fn is_proven(&self) -> bool {
-        self.was_used && !self.broken
+        self.was_used && matches!(self.condition, Condition::Works)
     }
 
     /// Starts a use. Returns `true` if the connection may be dead: it was idle for
@@ -377,29 +403,23 @@ impl Connection {
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this
     /// user may not PING.
     async fn responds_to_ping(&mut self) -> bool {
-        self.broken = true;
+        self.condition = Condition::Unanswered;
         // NATs and others drop idle connections silently.
         let ping = redis::cmd("PING");
         let reply = {
             let asking = pin!(self.link.inner.send_packed_command(&ping));
             replies_within(self.patience, asking).await
         };
-        self.record_outcome(None);
-        self.broken = reply.is_err();
-        !self.broken
-    }
-
-    /// Records the outcome of a use: the error that broke the connection, if any.
-    fn record_outcome(&mut self, failure: Option<&RedisError>) {
-        self.failure = failure.map(error_of);
-        self.broken = failure.is_some();
+        if reply.is_ok() {
+            self.condition = Condition::Works;
+        }
+        reply.is_ok()
     }
 
     /// Discards the connection, so that the pool creates another one, possibly to another server.
-    /// A `failure` of an unused connection counts as a failure to connect.
-    pub(crate) fn give_up(&mut self, failure: Option<StoreError>) {
-        self.failure = failure;
-        self.broken = true;
+    /// The error of an unused connection counts as a failure to connect.
+    pub(crate) fn give_up(&mut self, error: StoreError) {
+        self.condition = Condition::Failed(error);
     }
 
     /// Runs the script of each call in one round trip, within `time` and its graces. Returns one reply per call, in
@@ -421,40 +441,36 @@ impl Connection {
     }
 
     async fn run_scripts<C: Call>(&mut self, calls: &[C]) -> Result<Replies, RedisError> {
-        let by_hash = |call: &C| {
-            (
-                call.needs_asking(),
-                call.command("EVALSHA", call.script().hash()),
-            )
-        };
-        let by_text = |call: &C| {
-            (
-                call.needs_asking(),
-                call.command("EVAL", call.script().text),
-            )
-        };
-        let mut replies = self.send(calls.iter().map(by_hash).collect()).await?;
-        let is_unknown = |reply: &Result<_, RedisError>| {
-            reply
-                .as_ref()
-                .is_err_and(|error| error.kind() == ServerErrorKind::NoScript.into())
-        };
-        if !replies.iter().any(is_unknown) {
+        let mut by_hash = SmallVec::with_capacity(calls.len());
+        for call in calls {
+            let command = call.command("EVALSHA", call.script().hash());
+            by_hash.push((call.needs_asking(), command));
+        }
+        let mut replies = self.send(by_hash).await?;
+        if !replies.iter().any(is_of_unknown_script) {
             return Ok(replies);
         }
-        let unknown: Vec<usize> = (0..replies.len())
-            .filter(|call| is_unknown(&replies[*call]))
-            .collect();
+        let mut unknown = vec![];
+        let mut by_text = smallvec![];
+        for (i, call) in calls.iter().enumerate() {
+            if is_of_unknown_script(&replies[i]) {
+                unknown.push(i);
+                let command = call.command("EVAL", call.script().text);
+                by_text.push((call.needs_asking(), command));
+            }
+        }
         // The other replies have arrived: a failure concerns only the calls sent again.
-        let again = unknown.iter().map(|call| by_text(&calls[*call])).collect();
-        match self.send(again).await {
-            Ok(again) => unknown
-                .into_iter()
-                .zip(again)
-                .for_each(|(call, reply)| replies[call] = reply),
-            Err(error) => unknown
-                .into_iter()
-                .for_each(|call| replies[call] = Err(error.clone())),
+        match self.send(by_text).await {
+            Ok(again) => {
+                for (i, reply) in unknown.into_iter().zip(again) {
+                    replies[i] = reply;
+                }
+            }
+            Err(error) => {
+                for i in unknown {
+                    replies[i] = Err(error.clone());
+                }
+            }
         }
         Ok(replies)
     }
@@ -466,32 +482,29 @@ impl Connection {
     /// The connection error, or the error reply.
     pub(crate) async fn ask(&mut self, command: Cmd, time: Duration) -> Result<Value, StoreError> {
         let asking = async {
-            let reply = self.send(smallvec![(false, command)]).await?.pop();
-            reply
-                .unwrap_or_else(|| Err((redis::ErrorKind::UnexpectedReturnType, "no reply").into()))
+            match self.send(smallvec![(false, command)]).await?.pop() {
+                Some(reply) => reply,
+                None => Err((redis::ErrorKind::UnexpectedReturnType, "no reply").into()),
+            }
         };
         replies_within(time, pin!(asking)).await
     }
 
     /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
     async fn send(&mut self, commands: SmallVec<[(bool, Cmd); 1]>) -> Result<Replies, RedisError> {
-        self.broken = true;
+        self.condition = Condition::Unanswered;
         let sent = match &commands[..] {
             // A single command needs no pipeline.
-            [(false, command)] => {
-                let reply = self.link.inner.send_packed_command(command).await;
-                reply.map(|reply| smallvec![received(reply)])
-            }
+            [(false, command)] => match self.link.inner.send_packed_command(command).await {
+                Ok(reply) => Ok(smallvec![received(reply)]),
+                Err(error) => Err(error),
+            },
             _ => self.send_pipeline(commands).await,
         };
-        let lasting = match &sent {
-            Ok(replies) => replies
-                .iter()
-                .filter_map(|reply| reply.as_ref().err())
-                .find(|error| is_lasting(error)),
-            Err(error) => Some(error),
+        self.condition = match lasting_error(&sent) {
+            Some(error) => Condition::Failed(error_of(error)),
+            None => Condition::Works,
         };
-        self.record_outcome(lasting);
         sent
     }
 
@@ -515,12 +528,32 @@ impl Connection {
             let kind = redis::ErrorKind::UnexpectedReturnType;
             return Err((kind, "fewer replies than commands").into());
         }
-        let replies = replies.into_iter().zip(skipped);
-        Ok(replies
-            .filter(|(_, skipped)| !skipped)
-            .map(|(reply, _)| received(reply))
-            .collect())
+        let mut received_replies = SmallVec::new();
+        for (reply, is_skipped) in replies.into_iter().zip(skipped) {
+            if !is_skipped {
+                received_replies.push(received(reply));
+            }
+        }
+        Ok(received_replies)
     }
+}
+
+/// Returns `true` if the server has rejected the call because it does not know the hash of the script.
+fn is_of_unknown_script(reply: &Result<Value, RedisError>) -> bool {
+    match reply {
+        Ok(_) => false,
+        Err(error) => error.kind() == ServerErrorKind::NoScript.into(),
+    }
+}
+
+/// The error that breaks the connection, if any.
+fn lasting_error(sent: &Result<Replies, RedisError>) -> Option<&RedisError> {
+    let replies = match sent {
+        Ok(replies) => replies,
+        Err(error) => return Some(error),
+    };
+    let mut errors = replies.iter().filter_map(|reply| reply.as_ref().err());
+    errors.find(|error| is_lasting(error))
 }
 
 /// A reply, or the error that it reports.
@@ -562,10 +595,11 @@ impl Driven {
     /// runtime has received events. Also replaces the waker that the last user left in the driver, so that
     /// later events do not wake that task.
     fn is_lost(&mut self) -> bool {
-        self.driver.as_mut().is_some_and(|driver| {
-            let _ = driver.poll_unpin(&mut Context::from_waker(Waker::noop()));
-            driver.is_terminated()
-        })
+        let Some(driver) = &mut self.driver else {
+            return false;
+        };
+        let _ = driver.poll_unpin(&mut Context::from_waker(Waker::noop()));
+        driver.is_terminated()
     }
 
     /// Sends a command and returns its reply, like redis-rs's method of this name.
@@ -590,8 +624,13 @@ impl Driven {
 ///
 /// Polls the request and the driver in one task. With the task's own waker, each would wake the task
 /// for the other, so `request` gets a no-op waker, and only the driver registers the real one, for
-/// data from the server. Tokio's cooperative budget would suspend the request, which nothing would
-/// resume: it is [unconstrained].
+/// data from the server. No wake-up is lost by that:
+///
+/// - The request waits for the driver only: to take the command, or to pass the reply. Each poll of the driver is
+///   followed by a poll of the request, which sees what the driver did.
+/// - A command that the request passes to the driver wakes the driver's task, which is this one.
+/// - After the driver has ended, the request gets the real waker.
+/// - Tokio's cooperative budget would suspend the request, which nothing would resume. So it is [unconstrained].
 async fn drive<T>(
     driver: &mut Option<Driver>,
     mut request: Pin<&mut Unconstrained<impl Future<Output = T>>>,
@@ -600,10 +639,13 @@ async fn drive<T>(
         return answer;
     }
     poll_fn(|cx| {
-        let is_driven_here = driver.as_mut().is_some_and(|driver| {
-            let _ = driver.poll_unpin(cx);
-            !driver.is_terminated()
-        });
+        let is_driven_here = match driver {
+            Some(driver) => {
+                let _ = driver.poll_unpin(cx);
+                !driver.is_terminated()
+            }
+            None => false,
+        };
         let waker = if is_driven_here {
             Waker::noop()
         } else {
@@ -661,7 +703,7 @@ mod tests {
         };
         let first = id().await;
         assert_eq!(id().await, first);
-        assert!(lock(&pool.spare).connection.is_some());
+        assert!(lock(&pool.spare).is_some());
         current.fetch_add(1, Ordering::Release);
         assert_ne!(id().await, first);
     }

@@ -5,7 +5,13 @@ pub(crate) use with::{Tls, check_client, check_roots, problem};
 #[cfg(not(feature = "tls"))]
 pub(crate) use without::{Tls, problem};
 
+use redis::{ConnectionAddr, ConnectionInfo};
+
 use crate::error::ConfigError;
+
+fn is_tls(server: &ConnectionInfo) -> bool {
+    matches!(server.addr(), ConnectionAddr::TcpTls { .. })
+}
 
 pub(in crate::store) fn no_tls() -> ConfigError {
     ConfigError::new(
@@ -19,15 +25,14 @@ mod with {
     use std::sync::Arc;
     use std::{fmt, io};
 
-    use redis::{
-        Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, RedisError, TlsCertificates,
-    };
+    use redis::{Client, ClientTlsConfig, ConnectionInfo, RedisError, TlsCertificates};
     use rustls::crypto::{CryptoProvider, ring};
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{self, CertificateDer, PrivateKeyDer};
     use rustls::sign::CertifiedKey;
     use rustls::{AlertDescription, CertificateError, RootCertStore};
 
+    use super::is_tls;
     use crate::error::{ConfigError, ErrorKind};
 
     /// The type that redis-rs boxes a cause in.
@@ -55,45 +60,49 @@ mod with {
                 client_certificate,
                 server_name,
             } = self;
-            let is_set = root_certificates.is_some()
-                || client_certificate.is_some()
-                || server_name.is_some();
-            let is_tls =
-                |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
+            let has_certificates = root_certificates.is_some() || client_certificate.is_some();
             if !servers.iter().any(|server| is_tls(server)) {
-                return if is_set { Err(unused()) } else { Ok(()) };
-            }
-            prepare();
-            if let Some(name) = server_name {
-                let fix = "use a name such as `redis.example`, or an IP address";
-                let wrong = |_| ConfigError::invalid("server name", name, fix);
-                pki_types::ServerName::try_from(name.as_str()).map_err(wrong)?;
-            }
-            if root_certificates.is_none() && client_certificate.is_none() {
+                if has_certificates || server_name.is_some() {
+                    return Err(unused());
+                }
                 return Ok(());
             }
-            root_certificates.as_deref().map(check_roots).transpose()?;
-            client_certificate
-                .as_ref()
-                .map(|(certificate, key)| check_client(certificate, key))
-                .transpose()?;
+            prepare();
+            if let Some(name) = server_name
+                && pki_types::ServerName::try_from(name.as_str()).is_err()
+            {
+                let fix = "use a name such as `redis.example`, or an IP address";
+                return Err(ConfigError::invalid("server name", name, fix));
+            }
+            if !has_certificates {
+                return Ok(());
+            }
+            if let Some(roots) = root_certificates {
+                check_roots(roots)?;
+            }
             let certificates = TlsCertificates {
-                client_tls: client_certificate.clone().map(|(client_cert, client_key)| {
-                    ClientTlsConfig {
-                        client_cert,
-                        client_key,
-                    }
-                }),
                 root_cert: root_certificates.clone(),
+                client_tls: self.client_tls()?,
             };
-            for server in servers.into_iter().filter(|server| is_tls(server)) {
-                let client = Client::build_with_tls(server.clone(), certificates.clone());
-                *server = client
-                    .map_err(|error| wrong("TLS set-up", error))?
-                    .get_connection_info()
-                    .clone();
+            for server in servers {
+                if is_tls(server) {
+                    let client = Client::build_with_tls(server.clone(), certificates.clone())
+                        .map_err(|error| wrong("TLS set-up", error))?;
+                    *server = client.get_connection_info().clone();
+                }
             }
             Ok(())
+        }
+
+        fn client_tls(&self) -> Result<Option<ClientTlsConfig>, ConfigError> {
+            let Some((certificate, key)) = &self.client_certificate else {
+                return Ok(None);
+            };
+            check_client(certificate, key)?;
+            Ok(Some(ClientTlsConfig {
+                client_cert: certificate.clone(),
+                client_key: key.clone(),
+            }))
         }
 
         pub(crate) fn server_name(&self) -> Option<String> {
@@ -115,31 +124,33 @@ mod with {
     }
 
     fn certificates(what: &str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
-        let all: Vec<_> = CertificateDer::pem_slice_iter(pem)
-            .collect::<Result<_, _>>()
-            .map_err(|error| wrong(what, error))?;
-        if all.is_empty() {
-            Err(wrong(what, "it contains no certificate"))
-        } else {
-            Ok(all)
+        let mut all = vec![];
+        for certificate in CertificateDer::pem_slice_iter(pem) {
+            all.push(certificate.map_err(|error| wrong(what, error))?);
         }
+        if all.is_empty() {
+            return Err(wrong(what, "it contains no certificate"));
+        }
+        Ok(all)
     }
 
     pub(crate) fn check_roots(pem: &[u8]) -> Result<(), ConfigError> {
+        let what = "root certificate";
         let mut roots = RootCertStore::empty();
-        let all = certificates("root certificate", pem)?;
-        all.into_iter()
-            .try_for_each(|root| roots.add(root))
-            .map_err(|error| wrong("root certificate", error))
+        for root in certificates(what, pem)? {
+            roots.add(root).map_err(|error| wrong(what, error))?;
+        }
+        Ok(())
     }
 
     pub(crate) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
         let chain = certificates("client certificate", certificate)?;
         let key = PrivateKeyDer::from_pem_slice(key)
             .map_err(|error| wrong("key of a client certificate", error))?;
-        let pair = CertifiedKey::from_der(chain, key, &ring::default_provider());
-        pair.map(drop)
-            .map_err(|error| wrong("client certificate with its key", error))
+        match CertifiedKey::from_der(chain, key, &ring::default_provider()) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(wrong("client certificate with its key", error)),
+        }
     }
 
     impl fmt::Debug for Tls {
@@ -168,14 +179,9 @@ mod with {
 
     /// Returns the kind of a TLS error, or `None` if the error has another cause.
     pub(crate) fn problem(error: &RedisError) -> Option<ErrorKind> {
-        let cause = error
-            .source()
-            .and_then(|cause| cause.downcast_ref::<Shared>());
-        let io = cause.and_then(|cause| cause.downcast_ref::<io::Error>());
-        let tls = io
-            .and_then(io::Error::get_ref)
-            .and_then(|cause| cause.downcast_ref::<rustls::Error>())?;
-        Some(match tls {
+        let cause = error.source()?.downcast_ref::<Shared>()?;
+        let cause = cause.downcast_ref::<io::Error>()?.get_ref()?;
+        Some(match cause.downcast_ref::<rustls::Error>()? {
             rustls::Error::InvalidCertificate(problem) => match problem {
                 CertificateError::Expired
                 | CertificateError::ExpiredContext { .. }
@@ -204,8 +210,9 @@ mod with {
 
 #[cfg(not(feature = "tls"))]
 mod without {
-    use redis::{ConnectionAddr, ConnectionInfo, RedisError};
+    use redis::{ConnectionInfo, RedisError};
 
+    use super::is_tls;
     use crate::error::{ConfigError, ErrorKind};
 
     #[derive(Debug, Clone, Copy, Default)]
@@ -217,13 +224,10 @@ mod without {
         /// If a server uses TLS: another crate may have enabled it in redis-rs, but possibly
         /// without a crypto provider.
         pub(crate) fn apply(self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
-            let is_tls =
-                |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
             if servers.into_iter().any(|server| is_tls(server)) {
-                Err(super::no_tls())
-            } else {
-                Ok(())
+                return Err(super::no_tls());
             }
+            Ok(())
         }
 
         pub(crate) fn server_name(self) -> Option<String> {

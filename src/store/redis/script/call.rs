@@ -1,6 +1,7 @@
 //! Encodes checks as the arguments of one script call, and decodes its reply into their verdicts.
 
 use std::collections::HashMap;
+use std::slice;
 
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
@@ -130,32 +131,47 @@ impl Plan {
 
     /// Packs the plan for `lua/call.lua`. Its policies are counted from `first`.
     fn pack(&self, first: usize, packed: &mut Packed) {
-        let (key, policies) = (&self.key, first..first + self.policies.iter().len());
-        let is_turn = || self.charged.first().is_some_and(|charged| charged.is_turn);
-        let number = match key.mode {
-            _ if key.with_id => self.policies.longest_period(),
-            Mode::Charge => -key.within,
-            Mode::Refund => -i64::from(is_turn()),
-            _ => key.within,
+        match self.key.recorded {
+            Some(granted) => packed.u8(wire::RECORD as u8).u32(granted as usize),
+            None => packed
+                .u8(wire::mode_number(self.key.mode))
+                .u32(self.key.cost as usize),
         };
-        let (mode, cost) = match key.recorded {
-            Some(granted) => (wire::RECORD as u8, granted),
-            None => (wire::mode_number(key.mode), key.cost),
-        };
-        packed.u8(mode).u32(cost as usize).i56(number);
-        for place in policies.clone() {
+        packed.i56(self.number());
+        let count = self.policies.iter().len();
+        for place in first..first + count {
             packed.u32(place);
         }
-        if key.mode == Mode::Refund {
-            let just_now = PolicyCharge::just_now(key.cost.into());
-            let charged = |policy| self.charged.get(policy).unwrap_or(&just_now);
+        if self.key.mode == Mode::Refund {
+            let charge = self.charged_under(0);
             packed
-                .u32(charged(0).cost as usize)
-                .i56(charged(0).age)
-                .i56(charged(0).at.micros());
-            for policy in 0..policies.len() {
-                packed.i56(charged(policy).reset);
+                .u32(charge.cost as usize)
+                .i56(charge.age)
+                .i56(charge.at.micros());
+            for policy in 0..count {
+                packed.i56(self.charged_under(policy).reset);
             }
+        }
+    }
+
+    /// The number after the cost. `lua/call.lua` describes it.
+    fn number(&self) -> i64 {
+        if self.key.with_id {
+            return self.policies.longest_period();
+        }
+        match self.key.mode {
+            Mode::Refund if self.charged_under(0).is_turn => -1,
+            Mode::Refund => 0,
+            Mode::Charge => -self.key.within,
+            _ => self.key.within,
+        }
+    }
+
+    /// The charge that a refund returns, under the n-th policy.
+    fn charged_under(&self, policy: usize) -> PolicyCharge {
+        match self.charged.get(policy) {
+            Some(charge) => *charge,
+            None => PolicyCharge::just_now(self.key.cost.into()),
         }
     }
 
@@ -172,19 +188,28 @@ impl Plan {
         times: i64,
         earlier: i64,
     ) -> Result<Verdicts, StoreError> {
-        let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
+        let at = i56(&answer[..7]);
+        let level = i56(&answer[7..14]);
         if at < 0 {
             return Err(failure(at));
         }
         let policy = self.taken_from_meter().ok_or_else(protocol)?;
-        let (full, ticks, charged) = (policy.params().full, self.ticks_under(policy), level >= 0);
-        // The level before the first take.
-        let mut before = if charged { level - ticks } else { -1 - level };
+        let full = policy.params().full;
+        let ticks = self.ticks_under(policy);
+        // A level after the take, if that is the only one and was charged. Otherwise -1 minus the level before the first.
+        let was_charged = level >= 0;
+        let mut before = if was_charged {
+            level - ticks
+        } else {
+            -1 - level
+        };
         let fits = ticks > 0 && before + ticks <= full;
-        if !EXACT.contains(&at) || !EXACT.contains(&before) || charged != (fits && times == 1) {
+        let is_exact = EXACT.contains(&at) && EXACT.contains(&before);
+        if !is_exact || was_charged != (fits && times == 1) {
             return Err(protocol());
         }
         if fits && earlier > 0 {
+            // The earlier takes were granted as long as they fit.
             before += ticks * earlier.min((full - before) / ticks);
         }
         let mut state = State::of_level(policy.kind(), at, before).ok_or_else(protocol)?;
@@ -212,36 +237,38 @@ impl Plan {
     /// Returns the reason why Redis did not decide this check, or [`ErrorKind::Protocol`] for numbers that the script never
     /// returns.
     fn read_check(&self, answer: &[[u8; 8]], at: i64) -> Result<Verdicts, StoreError> {
-        let (policies, most) = (&self.policies, self.max_granted());
-        let (mut granted, mut problem) = (0, 0);
-        let (answer, charged_at) = answer.as_chunks();
-        let charged_at = charged_at
-            .first()
-            .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
+        let (of_policies, rest) = answer.as_chunks();
+        let charged_at = match rest {
+            [charged_at] => i64::from_le_bytes(*charged_at),
+            _ => at,
+        };
         if !EXACT.contains(&charged_at) {
             return Err(protocol());
         }
-        let each = answer.iter().zip(policies).map(|(answer, policy)| {
-            let [grants, remaining, wait, reset] = answer.map(i64::from_le_bytes);
-            if policies.tells_granted(policy) {
-                granted = granted.max(grants);
-            }
-            problem = problem.min(grants);
+        // The lowest number is the most specific problem.
+        let grants = of_policies.iter().map(|numbers| numbers[0]);
+        if let Some(problem @ ..0) = grants.map(i64::from_le_bytes).min() {
+            return Err(failure(problem));
+        }
+        let most = self.max_granted();
+        let mut granted = 0;
+        let mut each = SmallVec::new();
+        for (numbers, policy) in of_policies.iter().zip(&self.policies) {
+            let [grants, remaining, wait, reset] = numbers.map(i64::from_le_bytes);
             let is_exact = EXACT.contains(&remaining)
                 && (wait == Verdict::NEVER || EXACT.contains(&wait))
                 && EXACT.contains(&reset);
             if grants > most || !is_exact {
-                problem = UNKNOWN;
+                return Err(protocol());
             }
-            Verdict {
+            if self.policies.tells_granted(policy) {
+                granted = granted.max(grants);
+            }
+            each.push(Verdict {
                 remaining,
                 wait,
                 reset,
-            }
-        });
-        let each = each.collect();
-        if problem < 0 {
-            return Err(failure(problem));
+            });
         }
         Ok(Verdicts {
             granted,
@@ -294,7 +321,8 @@ impl ScriptCall {
         *has_several_of_a_caller = false;
         plan_of.clear();
         last_entry.clear();
-        (*now, *needs_asking) = (0, false);
+        *now = 0;
+        *needs_asking = false;
     }
 
     /// Adds the only check of a call.
@@ -332,7 +360,8 @@ impl ScriptCall {
 
     /// Returns the index of the plan for this check, and creates the plan if it is new.
     fn plan(&mut self, check: &Check) -> usize {
-        let (key, plans) = (PlanKey::of(check), &mut self.plans);
+        let key = PlanKey::of(check);
+        let plans = &mut self.plans;
         // Usually all checks of a batch have the same parameters.
         if plans.last().is_some_and(|plan| plan.matches(key, check)) {
             return plans.len() - 1;
@@ -377,14 +406,19 @@ impl ScriptCall {
     fn repeat(&mut self, entry: usize, check: &Check) {
         self.entries[entry].times += 1;
         self.checks.push(entry);
-        self.slots.extend(check.slot().map(|slot| (entry, slot)));
+        self.push_slot(entry, check);
+    }
+
+    fn push_slot(&mut self, entry: usize, check: &Check) {
+        if let Some(slot) = check.slot() {
+            self.slots.push((entry, slot));
+        }
     }
 
     /// Adds a check as a new entry of this plan.
     fn push_entry(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
-        self.slots
-            .extend(check.slot().map(|slot| (self.entries.len(), slot)));
+        self.push_slot(self.entries.len(), check);
         self.entries.push(Entry { plan, times: 1 });
         if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
@@ -453,14 +487,13 @@ impl ScriptCall {
 
     /// Adds the arguments of `lua/call.lua`.
     fn add_checks(&self, cmd: &mut Cmd) {
-        let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
         packed
-            .u32(policies().count())
+            .u32(self.policies().count())
             .u32(self.plans.len())
             .i56(self.now)
             .add_to(cmd);
-        for policy in policies() {
+        for policy in self.policies() {
             packed.u8(wire::kind_number(policy.kind()));
             for argument in wire::arguments(policy) {
                 packed.i56(argument);
@@ -476,13 +509,19 @@ impl ScriptCall {
         self.add_runs(cmd);
     }
 
+    /// The policies of each plan.
+    fn policies(&self) -> impl Iterator<Item = &Policy> {
+        self.plans.iter().flat_map(|plan| plan.policies.iter())
+    }
+
     /// Adds the runs of `lua/call.lua`.
     fn add_runs(&self, cmd: &mut Cmd) {
         let mut packed = Packed::default();
         // Sort by entry: a check may have joined an earlier entry of its caller.
         let mut slots = self.slots.clone();
         slots.sort_by_key(|(entry, _)| *entry);
-        let (mut slots, mut entry) = (slots.into_iter().peekable(), 0);
+        let mut slots = slots.into_iter().peekable();
+        let mut entry = 0;
         for run in self.entries.chunk_by(|a, b| a == b) {
             packed
                 .u32(run[0].plan + 1)
@@ -502,40 +541,28 @@ impl ScriptCall {
     ///
     /// [`ErrorKind::Protocol`] if the reply is not a string, has the wrong length for this call, or does not end with a
     /// time.
-    pub(crate) fn read(
-        &self,
-        reply: &Value,
-    ) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
-        let mut answers = if self.is_of_takes() {
+    pub(crate) fn read<'a>(&'a self, reply: &'a Value) -> Result<Decoder<'a>, StoreError> {
+        let answers = if self.is_of_takes() {
             self.read_takes(reply)?
         } else {
             self.read_checks(reply)?
         };
-        Ok(self.checks.iter().map(move |&index| {
-            let Entry { plan, times } = self.entries[index];
-            let plan = &self.plans[plan];
-            match &mut answers {
-                Answers::OfTakes { answers, decided } => {
-                    let earlier = decided[index];
-                    decided[index] += 1;
-                    plan.read_take(&answers[index], times, earlier)
-                }
-                Answers::OfChecks { at, numbers, next } => {
-                    let from = next[index];
-                    next[index] += plan.answer_length();
-                    plan.read_check(&numbers[from..next[index]], *at)
-                }
-            }
-        }))
+        Ok(Decoder {
+            call: self,
+            checks: self.checks.iter(),
+            answers,
+        })
     }
 
     /// Splits a reply of `lua/takes.lua`.
     fn read_takes<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
-        let answers = records(reply).filter(|answers| answers.len() == self.entries.len());
-        Ok(Answers::OfTakes {
-            answers: answers.ok_or_else(protocol)?,
-            decided: smallvec![0; self.entries.len()],
-        })
+        match records(reply) {
+            Some(answers) if answers.len() == self.entries.len() => Ok(Answers::OfTakes {
+                answers,
+                decided: smallvec![0; self.entries.len()],
+            }),
+            _ => Err(protocol()),
+        }
     }
 
     /// Splits a reply of `lua/call.lua`.
@@ -546,9 +573,9 @@ impl ScriptCall {
             next.push(end);
             end += self.plans[entry.plan].answer_length() * entry.times as usize;
         }
-        let (at, numbers) = records(reply)
-            .and_then(|numbers| numbers.split_last())
-            .ok_or_else(protocol)?;
+        let Some([numbers @ .., at]) = records(reply) else {
+            return Err(protocol());
+        };
         let at = i64::from_le_bytes(*at);
         if numbers.len() != end || !EXACT.contains(&at) {
             return Err(protocol());
@@ -560,10 +587,13 @@ impl ScriptCall {
     pub(crate) fn is_read_only(&self, reply: &Value) -> bool {
         // No other number in a reply has this value.
         if self.is_of_takes() {
-            let mut answers = records::<TAKEN_LENGTH>(reply).into_iter().flatten();
-            answers.any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
+            let answers = records::<TAKEN_LENGTH>(reply).unwrap_or_default();
+            answers
+                .iter()
+                .any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
         } else {
-            records(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
+            let numbers = records(reply).unwrap_or_default();
+            numbers.contains(&wire::READ_ONLY.to_le_bytes())
         }
     }
 }
@@ -600,6 +630,36 @@ impl Call for ScriptCall {
             self.add_checks(&mut cmd);
         }
         cmd
+    }
+}
+
+/// Decodes the verdicts on each check.
+pub(crate) struct Decoder<'a> {
+    call: &'a ScriptCall,
+    /// The entries of the checks whose verdicts have not been decoded.
+    checks: slice::Iter<'a, usize>,
+    answers: Answers<'a>,
+}
+
+impl Iterator for Decoder<'_> {
+    type Item = Result<Verdicts, StoreError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let index = *self.checks.next()?;
+        let Entry { plan, times } = self.call.entries[index];
+        let plan = &self.call.plans[plan];
+        Some(match &mut self.answers {
+            Answers::OfTakes { answers, decided } => {
+                let earlier = decided[index];
+                decided[index] += 1;
+                plan.read_take(&answers[index], times, earlier)
+            }
+            Answers::OfChecks { at, numbers, next } => {
+                let from = next[index];
+                next[index] += plan.answer_length();
+                plan.read_check(&numbers[from..next[index]], *at)
+            }
+        })
     }
 }
 
@@ -671,8 +731,6 @@ const EXACT: std::ops::Range<i64> = 0..1 << 53;
 const MAX_TAKES: usize = 4_000;
 /// Length in bytes of an answer of `lua/takes.lua`.
 const TAKEN_LENGTH: usize = 19;
-/// The problem of an answer that no script returns.
-const UNKNOWN: i64 = i64::MIN;
 
 /// The records of `N` bytes in a reply. `None` if the reply is not a string of whole records.
 fn records<const N: usize>(reply: &Value) -> Option<&[[u8; N]]> {
@@ -712,15 +770,17 @@ fn failure(problem: i64) -> StoreError {
         wire::OUT_OF_MEMORY => StoreError::new(ErrorKind::OutOfMemory).not_sent(),
         wire::READ_ONLY => StoreError::new(ErrorKind::ReadOnly).not_sent(),
         wire::NO_PERMISSION => StoreError::new(ErrorKind::Permission).check_only(),
-        _ => {
-            let place = usize::try_from(wire::NO_PERMISSION - problem - 1).ok();
-            match place.and_then(|place| wire::RIGHTS.get(place)) {
-                Some(right) => {
-                    let reason = format!("the right `+{right}` is missing");
-                    StoreError::explained(ErrorKind::Permission, reason).check_only()
-                }
-                None => protocol(),
+        _ => match missing_right(problem) {
+            Some(right) => {
+                let reason = format!("the right `+{right}` is missing");
+                StoreError::explained(ErrorKind::Permission, reason).check_only()
             }
-        }
+            None => protocol(),
+        },
     }
+}
+
+fn missing_right(problem: i64) -> Option<&'static str> {
+    let place = wire::NO_PERMISSION - problem - 1;
+    wire::RIGHTS.get(usize::try_from(place).ok()?).copied()
 }

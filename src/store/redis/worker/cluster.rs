@@ -97,10 +97,8 @@ impl Shared {
     /// A [`ConfigError`] if the marker has another number and this store's number was never confirmed; the error of a
     /// failed call.
     async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<bool, StoreError> {
-        let (ours, node) = (
-            cluster.partitions(),
-            map.shared_owner().ok_or_else(no_node)?,
-        );
+        let ours = cluster.partitions();
+        let node = map.shared_owner().ok_or_else(no_node)?;
         let call = KeyCall {
             script: &MARKER,
             key: self
@@ -167,11 +165,12 @@ impl Shared {
 
     /// Returns the node that decides a check at present.
     pub(super) fn node_of(&self, job: &Job) -> Option<Node> {
-        let importing = job
-            .redirect
-            .as_ref()
-            .and_then(|redirect| redirect.importing_node);
-        importing.or_else(|| self.topology.node(job.partition))
+        if let Some(redirect) = &job.redirect
+            && let Some(node) = redirect.importing_node
+        {
+            return Some(node);
+        }
+        self.topology.node(job.partition)
     }
 
     /// Interprets the error of the node `from`, and updates the slot map accordingly.
@@ -215,13 +214,15 @@ impl Shared {
         let address = cluster.address(Some(from));
         if node_error == NodeError::Other {
             let error = error_of(error).with_server(&address);
-            jobs.into_iter()
-                .for_each(|job| self.fail_taken(job, error.clone()));
+            for job in jobs {
+                self.fail_taken(job, error.clone());
+            }
             return vec![];
         }
         if matches!(node_error, NodeError::Ask(_) | NodeError::TryAgain) {
-            jobs.iter()
-                .for_each(|job| cluster.notice_move(job.partition));
+            for job in &jobs {
+                cluster.notice_move(job.partition);
+            }
         }
         let mut not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
         if node_error == NodeError::TryAgain {
@@ -246,10 +247,15 @@ impl Shared {
         jobs: impl Iterator<Item = Job>,
         node: Node,
     ) -> (Placed, Vec<Job>) {
-        let placed = jobs.map(|job| (self.node_of(&job), job));
-        let (elsewhere, left): (Vec<_>, Vec<_>) =
-            placed.partition(|(to, _)| to.is_some_and(|to| to != node));
-        (elsewhere, left.into_iter().map(|(_, job)| job).collect())
+        let mut elsewhere = vec![];
+        let mut left = vec![];
+        for job in jobs {
+            match self.node_of(&job) {
+                Some(to) if to != node => elsewhere.push((Some(to), job)),
+                _ => left.push(job),
+            }
+        }
+        (elsewhere, left)
     }
 }
 

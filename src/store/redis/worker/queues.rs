@@ -90,17 +90,20 @@ impl NodeQueue {
         to: &mut Vec<Job>,
     ) -> Option<usize> {
         self.let_go(callers);
-        let are_patient =
-            self.jobs.waiting() < max && self.jobs.iter().all(|job| job.check.is_patient());
-        if are_patient && self.waits_until(now).is_some() {
+        if self.jobs.waiting() < max
+            && self.waits_until(now).is_some()
+            && self.jobs.iter().all(|job| job.check.is_patient())
+        {
             self.jobs.end_worker();
             return None;
         }
-        let Self {
-            jobs, giving_back, ..
-        } = self;
-        let is_held = |job: &Job| !giving_back.is_empty() && giving_back.contains(job.check.key());
-        let left = jobs.take(max, |job| job.weight as usize, is_held, to)?;
+        let giving_back = &self.giving_back;
+        let left = self.jobs.take(
+            max,
+            |job| job.weight as usize,
+            |job| !giving_back.is_empty() && giving_back.contains(job.check.key()),
+            to,
+        )?;
         for Job { check, .. } in &*to {
             if check.is_patient() {
                 self.sent_at = Some(now);
@@ -144,53 +147,50 @@ impl NodeQueue {
     ///
     /// [`Full`], unless another queue has accepted the check before.
     pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Sending), Full> {
-        let (since, is_patient) = (job.since, job.check.is_patient());
-        let (id, starts) = match job.id {
-            Some(id) => (id, self.jobs.put(job)),
-            None => {
-                let id = JobId {
-                    queue: self.number,
-                    number: self.jobs.next_number(),
-                };
-                job.id = Some(id);
-                if is_patient {
-                    let waits = self.jobs.push_quietly(job)?;
-                    return Ok((
-                        id,
-                        if waits {
-                            self.send_soon(since)
-                        } else {
-                            Sending::Begun
-                        },
-                    ));
-                }
-                (id, self.jobs.push(job)?)
-            }
+        if let Some(id) = job.id {
+            let starts = self.jobs.put(job);
+            return Ok((id, self.sending(starts)));
+        }
+        let id = JobId {
+            queue: self.number,
+            number: self.jobs.next_number(),
         };
-        let sending = if starts {
+        job.id = Some(id);
+        if !job.check.is_patient() {
+            let starts = self.jobs.push(job)?;
+            return Ok((id, self.sending(starts)));
+        }
+        let since = job.since;
+        let no_worker_runs = self.jobs.push_quietly(job)?;
+        if no_worker_runs {
+            return Ok((id, self.send_soon(since)));
+        }
+        Ok((id, Sending::Begun))
+    }
+
+    fn sending(&mut self, starts: bool) -> Sending {
+        if starts {
             Sending::By(self.worker_start())
         } else {
             Sending::Begun
-        };
-        Ok((id, sending))
+        }
     }
 
     /// Sends patient checks, for which no worker runs: immediately, or soon after the last ones.
     fn send_soon(&mut self, now: Instant) -> Sending {
-        if self.waits_until(now).is_some() {
-            self.timer(now).map_or(Sending::Begun, Sending::At)
-        } else {
-            self.start().map_or(Sending::Begun, Sending::By)
+        if self.waits_until(now).is_none() {
+            let starts = self.jobs.start();
+            return self.sending(starts);
+        }
+        match self.timer(now) {
+            Some(time) => Sending::At(time),
+            None => Sending::Begun,
         }
     }
 
     /// Returns a worker for the queued checks, unless one runs. Call it when the timer has elapsed.
     pub(super) fn on_timer(&mut self) -> Option<WorkerStart> {
         self.has_timer = false;
-        self.start()
-    }
-
-    fn start(&mut self) -> Option<WorkerStart> {
         self.jobs.start().then(|| self.worker_start())
     }
 
@@ -227,16 +227,14 @@ pub(super) struct WorkerStart {
 impl Queues {
     /// Returns `true` if the job is in its first queue, so that no worker has taken it.
     pub(super) fn have(&self, id: JobId) -> bool {
-        self.each
-            .iter()
-            .any(|queue| queue.number == id.queue && queue.jobs.has(id.number))
-            || self.have_held(id)
-    }
-
-    /// Returns `true` if a worker has put the job back.
-    fn have_held(&self, id: JobId) -> bool {
-        let mut held = self.each.iter().flat_map(|queue| &queue.jobs.held);
-        held.any(|job| job.id == Some(id))
+        for queue in &self.each {
+            let is_in_its_first = queue.number == id.queue && queue.jobs.has(id.number);
+            // A worker may have put it back.
+            if is_in_its_first || queue.jobs.held.iter().any(|job| job.id == Some(id)) {
+                return true;
+            }
+        }
+        false
     }
 
     /// Returns `true` if the job is in any queue, possibly after a redirection.
@@ -248,14 +246,10 @@ impl Queues {
 
     /// Drops the idle queues of nodes that are not in the cluster.
     pub(super) fn retain(&mut self, is_node: impl Fn(Node) -> bool) {
-        let is_left = |queue: &NodeQueue| {
-            queue
-                .target
-                .as_ref()
-                .is_some_and(|target| !is_node(target.node))
-        };
-        self.each
-            .retain(|queue| !is_left(queue) || !queue.jobs.is_idle());
+        self.each.retain(|queue| match &queue.target {
+            Some(target) => is_node(target.node) || !queue.jobs.is_idle(),
+            None => true,
+        });
     }
 
     /// Returns the queue of this number, or `None` if its runtime has shut down.
@@ -265,8 +259,8 @@ impl Queues {
 
     /// Removes the queue of this number.
     pub(super) fn remove(&mut self, number: NonZeroU64) -> Option<NodeQueue> {
-        let index = self.each.iter().position(|queue| queue.number == number);
-        index.map(|index| self.each.swap_remove(index))
+        let index = self.each.iter().position(|queue| queue.number == number)?;
+        Some(self.each.swap_remove(index))
     }
 }
 
@@ -397,22 +391,19 @@ impl<J> Queue<J> {
         to: &mut Vec<J>,
     ) -> Option<usize> {
         let before = to.len();
-        let (mut left, mut is_first) = (max, true);
-        let mut fits = |job: &J| {
-            let rest = left.checked_sub(weight(job)).or(is_first.then_some(0));
-            is_first = false;
-            left = rest.unwrap_or(0);
-            rest.is_some()
-        };
-        let freed = self.held.extract_if(.., |job| !is_held(job) && fits(job));
-        to.extend(freed);
+        let mut room = Room::of(max);
+        to.extend(
+            self.held
+                .extract_if(.., |job| !is_held(job) && room.takes(weight(job))),
+        );
         while let Some(job) = self.jobs.front() {
-            let is_held = is_held(job);
-            if !is_held && !fits(job) {
+            if is_held(job) {
+                self.held.extend(self.jobs.pop_front());
+            } else if room.takes(weight(job)) {
+                to.extend(self.jobs.pop_front());
+            } else {
                 break;
             }
-            let to = if is_held { &mut self.held } else { &mut *to };
-            to.extend(self.jobs.pop_front());
             self.left += 1;
         }
         if to.len() == before {
@@ -445,6 +436,33 @@ impl<J> Queue<J> {
         let mut left = vec![];
         self.take_all(&mut left);
         left
+    }
+}
+
+/// The room in a batch.
+struct Room {
+    left: usize,
+    is_empty: bool,
+}
+
+impl Room {
+    fn of(left: usize) -> Self {
+        Self {
+            left,
+            is_empty: true,
+        }
+    }
+
+    /// Returns `true` if there is room for this weight, which any batch has for its first job. Otherwise the batch is full.
+    fn takes(&mut self, weight: usize) -> bool {
+        let fits = weight <= self.left || self.is_empty;
+        self.left = if fits {
+            self.left.saturating_sub(weight)
+        } else {
+            0
+        };
+        self.is_empty = false;
+        fits
     }
 }
 
@@ -523,18 +541,16 @@ impl Job {
 
     /// Consecutive checks of the same group share a script call.
     pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
-        (
-            self.needs_asking(),
-            self.partition,
-            self.call_per_caller.then(|| self.check.key().as_bytes()),
-        )
+        let caller = self.call_per_caller.then(|| self.check.key().as_bytes());
+        (self.needs_asking(), self.partition, caller)
     }
 
     /// Returns `true` if its call is preceded by `ASKING`, because the node imports the slot.
     pub(super) fn needs_asking(&self) -> bool {
-        self.redirect
-            .as_ref()
-            .is_some_and(|redirect| redirect.importing_node.is_some())
+        match &self.redirect {
+            Some(redirect) => redirect.importing_node.is_some(),
+            None => false,
+        }
     }
 
     /// Whether the caller has dropped the future.
@@ -590,17 +606,18 @@ pub(super) fn no_runtime() -> StoreError {
 /// refund of an older charge rewrites both. With 100,000 charges, Redis spends 20 to 60 times as long on such a refund
 /// as on a take.
 fn weight(check: &Check) -> u32 {
-    let of_policy = |capacity: i64| {
-        let root = u32::try_from(capacity.isqrt()).unwrap_or(0);
-        root / if check.mode() == Mode::Refund {
-            16
-        } else {
-            128
-        }
+    let share = match check.mode() {
+        Mode::Refund => 16,
+        _ => 128,
     };
-    let params = check.policies().iter().map(|policy| policy.params());
-    let logs = params.filter(|params| params.frees == Frees::OneByOne);
-    1 + logs.map(|params| of_policy(params.capacity)).sum::<u32>()
+    let mut weight = 1;
+    for policy in check.policies() {
+        let params = policy.params();
+        if params.frees == Frees::OneByOne {
+            weight += u32::try_from(params.capacity.isqrt() / share).unwrap_or(0);
+        }
+    }
+    weight
 }
 
 #[cfg(test)]

@@ -218,27 +218,19 @@ impl Shared {
         node: Option<Node>,
         act: impl FnOnce(&mut NodeQueue) -> T,
     ) -> T {
-        let (result, watch) = {
-            let mut queues = self.queues();
-            let Queues { each, made } = &mut *queues;
-            let mut watch = None;
-            let found = each
-                .iter()
-                .position(|queue| queue.is_of(runtime.id(), node));
-            let index = found.unwrap_or_else(|| {
-                let number = NonZeroU64::MIN.saturating_add(*made);
-                *made += 1;
-                let (queue, its_watch) = self.make_queue(number, runtime, node);
-                watch = Some(its_watch);
-                each.push(queue);
-                each.len() - 1
-            });
-            (act(&mut each[index]), watch)
-        };
-        if let Some(watch) = watch {
-            // A runtime that has shut down drops the watch, whose `Drop` fails the queued checks.
-            runtime.spawn(watch.run());
+        let mut queues = self.queues();
+        let mut known = queues.each.iter_mut();
+        if let Some(queue) = known.find(|queue| queue.is_of(runtime.id(), node)) {
+            return act(queue);
         }
+        let number = NonZeroU64::MIN.saturating_add(queues.made);
+        queues.made += 1;
+        let (mut queue, watch) = self.make_queue(number, runtime, node);
+        let result = act(&mut queue);
+        queues.each.push(queue);
+        drop(queues);
+        // A runtime that has shut down drops the watch, whose `Drop` takes the lock and fails the queued checks.
+        runtime.spawn(watch.run());
         result
     }
 
@@ -370,10 +362,9 @@ impl Shared {
         let (Some(this), Ok(runtime)) = (this.upgrade(), Handle::try_current()) else {
             return;
         };
-        let start = {
-            let mut queues = this.queues();
-            let queue = queues.of(queue_number);
-            queue.and_then(NodeQueue::on_timer)
+        let start = match this.queues().of(queue_number) {
+            Some(queue) => queue.on_timer(),
+            None => None,
         };
         if let Some(start) = start {
             this.start_worker(&runtime, start);
@@ -384,12 +375,12 @@ impl Shared {
     pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
         // Keep the lock until the check is abandoned, so that no worker takes it between the two.
         let queues = self.queues();
-        let waits = queues.have(future.id)
-            || (self.topology.cluster().is_some() && queues.have_redirected(future.id));
-        if waits {
+        let is_queued = queues.have(future.id)
+            || self.topology.cluster().is_some() && queues.have_redirected(future.id);
+        if is_queued {
             future.abandon();
         }
-        waits
+        is_queued
     }
 
     /// Sends two checks of one caller that need the same rights as real ones; in a cluster, two to each master. If both
@@ -400,12 +391,12 @@ impl Shared {
             self.refreshed(cluster).await?;
             partitions = cluster.partition_of_each();
         }
-        let probes: Vec<_> = partitions
-            .into_iter()
-            .flat_map(|partition| {
-                [1, 2].map(|cost| self.enqueue(probe::check(probe::KEY, cost), partition))
-            })
-            .collect();
+        let mut probes = vec![];
+        for partition in partitions {
+            for cost in [1, 2] {
+                probes.push(self.enqueue(probe::check(probe::KEY, cost), partition));
+            }
+        }
         for probe in probes {
             drop(probe?.await?);
         }
@@ -414,11 +405,10 @@ impl Shared {
 
     /// Returns the connections to a node on this runtime.
     fn pool(self: &Arc<Self>, node: Node) -> Result<Arc<Pool>, StoreError> {
-        let target = self.with_queue(&runtime()?, Some(node), |queue| queue.target.clone());
-        target.map_or_else(
-            || Err(StoreError::new(ErrorKind::NotReady)),
-            |target| Ok(target.pool),
-        )
+        match self.with_queue(&runtime()?, Some(node), |queue| queue.target.clone()) {
+            Some(target) => Ok(target.pool),
+            None => Err(StoreError::new(ErrorKind::NotReady)),
+        }
     }
 
     /// Calls a script on the node with its key, which belongs to no caller. Follows no redirect: a call that the node
@@ -505,21 +495,19 @@ impl Shared {
     /// Reports a missing right, at most once a minute. The checks that need the right fail, but Redis decides all
     /// others, so the breaker of a fallback stays closed and reports no outage.
     fn lacks_right(&self, error: &StoreError) {
-        let is_due = {
-            let (mut reported, now) = (lock(&self.reported), instant());
-            let is_due = reported.is_none_or(|at| now.duration_since(at) >= Self::REPORT);
-            *reported = if is_due { Some(now) } else { *reported };
-            is_due
-        };
-        if is_due {
-            let cause = std::error::Error::source(error)
-                .map(|cause| format!("{cause}; "))
-                .unwrap_or_default();
-            let problem = format!("{cause}{error}{MISSING_RIGHT}");
-            contain(|| {
-                or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem))
-            });
+        let now = instant();
+        {
+            let mut reported = lock(&self.reported);
+            if reported.is_some_and(|at| now.duration_since(at) < Self::REPORT) {
+                return;
+            }
+            *reported = Some(now);
         }
+        let mut problem = format!("{error}{MISSING_RIGHT}");
+        if let Some(cause) = std::error::Error::source(error) {
+            problem = format!("{cause}; {problem}");
+        }
+        contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
     }
 
     /// Reports a failure that no check returned.

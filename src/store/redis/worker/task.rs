@@ -2,7 +2,6 @@
 
 use std::mem;
 use std::num::NonZeroU64;
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -39,8 +38,17 @@ pub(super) struct Worker {
     counted: bool,
 }
 
-/// Receives the next worker of a task. `None` if the task ends.
-type Next = Option<oneshot::Receiver<Worker>>;
+/// The result of a worker's look at its queue.
+enum Taken {
+    Checks {
+        /// Number of checks left in the queue.
+        left: usize,
+    },
+    /// No check to send. The queue has subtracted the worker, and sends its task the next one.
+    Nothing(oneshot::Receiver<Worker>),
+    /// The queue was removed with its runtime.
+    QueueGone,
+}
 
 impl Worker {
     /// Creates a worker, which its queue must have counted.
@@ -71,13 +79,20 @@ impl Worker {
     }
 
     /// Sends the checks of this queue to `node` until the queue is empty.
-    async fn send(&mut self, node: Node, pool: &Pool) -> Next {
+    ///
+    /// Returns the receiver of the next worker of this task, or `None` if the task ends.
+    async fn send(&mut self, node: Node, pool: &Pool) -> Option<oneshot::Receiver<Worker>> {
         loop {
-            let sent_at = match self.take(node) {
-                ControlFlow::Break(next) => return next,
-                ControlFlow::Continue(_) if self.batch.jobs.is_empty() => continue,
-                ControlFlow::Continue(now) => now,
+            self.batch.clear_calls();
+            let left = match self.take_jobs(self.inner.settings.batch.get()) {
+                Taken::Checks { left } => left,
+                Taken::Nothing(next) => return Some(next),
+                Taken::QueueGone => return None,
             };
+            let sent_at = self.make_calls(node, left);
+            if self.batch.jobs.is_empty() {
+                continue;
+            }
             match self.call(node, pool).await {
                 Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
@@ -100,26 +115,29 @@ impl Worker {
                     Ok(())
                 }
             };
-            if self.take_jobs(usize::MAX).is_break() {
+            if !matches!(self.take_jobs(usize::MAX), Taken::Checks { .. }) {
                 return;
             }
             self.drop_late(None, instant());
-            let unplaced = found
-                .err()
-                .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady))
-                .not_sent();
-            let unplaced = unplaced.with_server(self.inner.topology.address(None));
-            let (mut placed, mut left_over) = (vec![], false);
+            let mut placed = vec![];
+            let mut unplaced = vec![];
             for job in self.batch.jobs.drain(..) {
                 match self.inner.node_of(&job) {
-                    None => {
-                        left_over = true;
-                        job.fail(unplaced.clone());
-                    }
+                    None => unplaced.push(job),
                     node => placed.push((node, job)),
                 }
             }
-            if left_over {
+            if !unplaced.is_empty() {
+                let error = match found {
+                    Ok(()) => StoreError::new(ErrorKind::NotReady),
+                    Err(error) => error,
+                };
+                let error = error
+                    .not_sent()
+                    .with_server(self.inner.topology.address(None));
+                for job in unplaced {
+                    job.fail(error.clone());
+                }
                 self.inner.refresh(Why::Unknown);
             }
             self.inner.requeue(placed);
@@ -129,16 +147,10 @@ impl Worker {
     /// Yields, so that callers that just got a reply can queue their next check: this fills the batch of each
     /// partition. Stops when a yield brings no new check, or after [`GATHER`] yields.
     async fn gather(&self) {
-        let pushed = || {
-            self.inner
-                .queues()
-                .of(self.queue_number)
-                .map(|queue| queue.jobs.next_number())
-        };
-        let mut before = pushed();
+        let mut before = self.pushed();
         for _ in 0..GATHER {
             yield_to_others().await;
-            let now = pushed();
+            let now = self.pushed();
             if now == before {
                 break;
             }
@@ -146,11 +158,17 @@ impl Worker {
         }
     }
 
-    /// Takes checks up to the size of a batch and builds their calls, or ends the worker if the queue is empty. Returns
-    /// the time.
-    fn take(&mut self, node: Node) -> ControlFlow<Next, Instant> {
-        self.batch.clear_calls();
-        let waiting = self.take_jobs(self.inner.settings.batch.get())?;
+    /// Number of checks ever queued.
+    fn pushed(&self) -> u64 {
+        let mut queues = self.inner.queues();
+        match queues.of(self.queue_number) {
+            Some(queue) => queue.jobs.next_number(),
+            None => 0,
+        }
+    }
+
+    /// Builds the calls of the checks in the batch. `left` is the number of other queued checks. Returns the time.
+    fn make_calls(&mut self, node: Node, left: usize) -> Instant {
         let now = instant();
         self.drop_late(Some(node), now);
         let Self { inner, batch, .. } = self;
@@ -163,21 +181,21 @@ impl Worker {
         if let Some(observer) = inner.observer.get()
             && !batch.jobs.is_empty()
         {
-            contain(|| observer.sent(&event::Sent::new(batch.jobs.len(), waiting)));
+            contain(|| observer.sent(&event::Sent::new(batch.jobs.len(), left)));
         }
-        ControlFlow::Continue(now)
+        now
     }
 
-    /// Takes checks. Returns the number of checks left in the queue, or ends the worker if there were none.
-    fn take_jobs(&mut self, max: usize) -> ControlFlow<Next, usize> {
+    /// Takes checks. Ends the worker if there is nothing to send.
+    fn take_jobs(&mut self, max: usize) -> Taken {
         let Batch { jobs, callers, .. } = &mut self.batch;
         let mut queues = self.inner.queues();
         let Some(queue) = queues.of(self.queue_number) else {
-            return ControlFlow::Break(None);
+            return Taken::QueueGone;
         };
         let now = instant();
-        if let Some(waiting) = queue.take(max, now, callers, jobs) {
-            return ControlFlow::Continue(waiting);
+        if let Some(left) = queue.take(max, now, callers, jobs) {
+            return Taken::Checks { left };
         }
         // `fail` may have moved a whole queue into this buffer.
         jobs.shrink_to(self.inner.settings.batch.get());
@@ -190,22 +208,18 @@ impl Worker {
             self.inner
                 .start_worker_at(time, &runtime, self.queue_number);
         }
-        ControlFlow::Break(Some(next))
+        Taken::Nothing(next)
     }
 
     /// Drops abandoned checks, and fails those older than the timeout. A [`Fallback`](crate::Fallback) withdraws its
     /// checks itself: it knows whether the runtime was late.
     fn drop_late(&mut self, node: Option<Node>, now: Instant) {
-        // `None` if the clock started later: then no check is as old.
-        let oldest = now.checked_sub(self.inner.settings.timeout);
-        let is_late = |job: &Job| {
-            !job.check.is_in_fallback() && oldest.is_some_and(|oldest| job.since < oldest)
+        let timeout = self.inner.settings.timeout;
+        let is_late = |job: &mut Job| {
+            let age = now.saturating_duration_since(job.since);
+            job.is_abandoned() || age > timeout && !job.check.is_in_fallback()
         };
-        for job in self
-            .batch
-            .jobs
-            .extract_if(.., |job| job.is_abandoned() || is_late(job))
-        {
+        for job in self.batch.jobs.extract_if(.., is_late) {
             job.fail(
                 StoreError::new(ErrorKind::Timeout)
                     .with_server(self.inner.topology.address(node))
@@ -221,18 +235,17 @@ impl Worker {
     /// Returns an error that applies to all of the calls.
     async fn call(&mut self, node: Node, pool: &Pool) -> Result<Replies, StoreError> {
         self.sent = false;
-        let outcome = self.attempt(pool).await;
-        outcome.map_err(|error| {
-            // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
-            // of Redis.
-            let error = if error.is_of_connection() && runtime_is_ending() {
-                no_runtime()
-            } else {
-                error
-            };
-            let error = error.with_server(self.inner.topology.address(Some(node)));
-            if self.sent { error } else { error.not_sent() }
-        })
+        let mut error = match self.attempt(pool).await {
+            Ok(replies) => return Ok(replies),
+            Err(error) => error,
+        };
+        if error.is_of_connection() && runtime_is_ending() {
+            // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure of
+            // Redis.
+            error = no_runtime();
+        }
+        error = error.with_server(self.inner.topology.address(Some(node)));
+        Err(if self.sent { error } else { error.not_sent() })
     }
 
     async fn attempt(&mut self, pool: &Pool) -> Result<Replies, StoreError> {
@@ -243,10 +256,13 @@ impl Worker {
         *sent = true;
         let timeout = inner.settings.timeout;
         let replies = connection.run(batch.calls(), timeout).await?;
-        let mut of_calls = batch.calls().iter().zip(&replies);
-        if of_calls.any(|(call, reply)| reply.as_ref().is_ok_and(|reply| call.is_read_only(reply)))
-        {
-            connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
+        for (call, reply) in batch.calls().iter().zip(&replies) {
+            if let Ok(reply) = reply
+                && call.is_read_only(reply)
+            {
+                connection.give_up(StoreError::new(ErrorKind::ReadOnly));
+                break;
+            }
         }
         pool.give_back(connection);
         match (inner.topology.cluster(), replies.first()) {
@@ -350,10 +366,11 @@ impl Drop for Worker {
         if !self.counted {
             return;
         }
-        let waiting = self.inner.queues().of(self.queue_number).map(|queue| {
+        let mut queued = vec![];
+        if let Some(queue) = self.inner.queues().of(self.queue_number) {
             queue.let_go(&mut self.batch.callers);
-            queue.jobs.leave()
-        });
+            queued = queue.jobs.leave();
+        }
         for job in self.batch.jobs.drain(..) {
             let error = if self.sent {
                 no_runtime()
@@ -362,7 +379,7 @@ impl Drop for Worker {
             };
             self.inner.fail_taken(job, error);
         }
-        for job in waiting.into_iter().flatten() {
+        for job in queued {
             job.fail(no_runtime().not_sent());
         }
     }
@@ -412,10 +429,14 @@ impl Batch {
             }
             let call = &mut calls[*len];
             *len += 1;
-            (call.now, call.needs_asking) = (now, group[0].needs_asking());
-            match group {
-                [job] => call.push_only(prefix, &job.check),
-                _ => group.iter().for_each(|job| call.push(prefix, &job.check)),
+            call.now = now;
+            call.needs_asking = group[0].needs_asking();
+            if let [job] = group {
+                call.push_only(prefix, &job.check);
+                continue;
+            }
+            for job in group {
+                call.push(prefix, &job.check);
             }
         }
     }

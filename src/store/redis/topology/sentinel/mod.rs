@@ -24,7 +24,9 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use redis::{ConnectionInfo, ErrorKind as Kind, ServerErrorKind, Value};
+use redis::{
+    ConnectionAddr, ConnectionInfo, ErrorKind as Kind, ServerError, ServerErrorKind, Value,
+};
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
@@ -171,24 +173,28 @@ impl Sentinels {
             .send_packed_command(&cmd)
             .await
             .map_err(|error| error_of(&error).with_server(server.addr()))?;
-        let report = match reply {
-            Value::ServerError(error) => {
-                let text = error.details().unwrap_or_default();
-                Err(match error.kind() {
-                    Some(ServerErrorKind::ResponseError) if text.contains("No such master") => {
-                        no_master(server.addr(), &self.name).into()
-                    }
-                    Some(ServerErrorKind::ResponseError) if text.contains("unknown command") => {
-                        no_sentinel(server.addr()).into()
-                    }
-                    _ => error_of(&error.into()).with_server(server.addr()),
-                })
-            }
-            reply => read(reply)
-                .ok_or_else(|| StoreError::new(ErrorKind::Protocol).with_server(server.addr())),
-        };
         *connection = Some(open);
-        report
+        match reply {
+            Value::ServerError(error) => Err(self.refusal(error, server.addr())),
+            reply => match read(reply) {
+                Some(master) => Ok(master),
+                None => Err(StoreError::new(ErrorKind::Protocol).with_server(server.addr())),
+            },
+        }
+    }
+
+    /// The error of a sentinel's error reply.
+    fn refusal(&self, error: ServerError, sentinel: &ConnectionAddr) -> StoreError {
+        let text = error.details().unwrap_or_default();
+        match error.kind() {
+            Some(ServerErrorKind::ResponseError) if text.contains("No such master") => {
+                no_master(sentinel, &self.name).into()
+            }
+            Some(ServerErrorKind::ResponseError) if text.contains("unknown command") => {
+                no_sentinel(sentinel).into()
+            }
+            _ => error_of(&error.into()).with_server(sentinel),
+        }
     }
 
     /// Connects to a server and verifies that it is a master.
@@ -228,11 +234,8 @@ impl Sentinels {
         match &*lock(&self.known) {
             Some(master) => master.to_string(),
             None => {
-                let sentinels: Vec<String> = self
-                    .sentinels
-                    .iter()
-                    .map(|server| server.addr().to_string())
-                    .collect();
+                let sentinels = self.sentinels.iter();
+                let sentinels: Vec<_> = sentinels.map(|it| it.addr().to_string()).collect();
                 format!("{:?} of the sentinels {}", self.name, sentinels.join(", "))
             }
         }
@@ -286,22 +289,20 @@ impl Sentinels {
             )
             .await;
             let Ok(Ok(master)) = report else { continue };
-            let is_news = lock(&this.known)
-                .as_ref()
-                .is_some_and(|known| !known.is_at(&master));
+            let is_news = match &*lock(&this.known) {
+                Some(known) => !known.is_at(&master),
+                None => false,
+            };
             if !is_news || outvoted[turn].as_ref() == Some(&master) {
                 continue;
             }
             let election = this.elect().await;
-            if election
-                .candidates
-                .first()
-                .is_some_and(|first| first.is_at(&master))
-            {
+            match election.candidates.first() {
                 // Connect only for the effect: a new epoch closes the connections to the former master.
-                let _ = timeout(this.timeout, this.connect_to(election)).await;
-            } else {
-                outvoted[turn] = Some(master);
+                Some(first) if first.is_at(&master) => {
+                    let _ = timeout(this.timeout, this.connect_to(election)).await;
+                }
+                _ => outvoted[turn] = Some(master),
             }
         }
     }
@@ -310,15 +311,16 @@ impl Sentinels {
 /// Parses a sentinel's reply about a master.
 fn read(reply: Value) -> Option<Master> {
     let fields: HashMap<String, String> = redis::from_redis_value(reply).ok()?;
-    let (host, port) = (
-        fields.get("ip").filter(|host| !host.is_empty())?,
-        fields.get("port")?.parse().ok()?,
-    );
-    let epoch = fields
-        .get("config-epoch")
-        .and_then(|epoch| epoch.parse().ok())
-        .unwrap_or(0);
-    (port > 0).then(|| Master {
+    let host = fields.get("ip")?;
+    let port = fields.get("port")?.parse().ok()?;
+    if host.is_empty() || port == 0 {
+        return None;
+    }
+    let epoch = match fields.get("config-epoch") {
+        Some(epoch) => epoch.parse().unwrap_or(0),
+        None => 0,
+    };
+    Some(Master {
         host: host.as_str().into(),
         port,
         epoch,

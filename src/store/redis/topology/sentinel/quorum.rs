@@ -1,6 +1,7 @@
 //! Combines the reports of several sentinels, which may be cut off from each other.
 
-use std::fmt;
+use std::cmp::Reverse;
+use std::{fmt, mem};
 
 use crate::error::{ErrorKind, StoreError};
 
@@ -28,9 +29,29 @@ impl fmt::Display for Master {
 #[derive(Debug)]
 pub(super) struct Quorum {
     sentinels: usize,
-    /// The reported servers, with the number of sentinels that reported each.
-    votes: Vec<(Master, usize)>,
+    candidates: Vec<Candidate>,
     failure: StoreError,
+}
+
+/// A server that may be the master.
+#[derive(Debug)]
+struct Candidate {
+    master: Master,
+    /// Number of sentinels that have reported it.
+    votes: usize,
+}
+
+/// The better candidate has the higher rank. The first field that differs decides.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    /// In a failover, most sentinels report the former master for a second longer than the first one. So only a unanimous
+    /// report may be of an earlier epoch than that of the known master.
+    is_of_known_epoch: bool,
+    has_majority: bool,
+    epoch: u64,
+    /// A stale sentinel does not replace the known master while the others are silent.
+    is_known: bool,
+    votes: usize,
 }
 
 impl Quorum {
@@ -38,32 +59,34 @@ impl Quorum {
     pub(super) fn new(sentinels: usize) -> Self {
         Self {
             sentinels,
-            votes: vec![],
+            candidates: vec![],
             failure: StoreError::new(ErrorKind::Unreachable),
         }
     }
 
     pub(super) fn add(&mut self, answer: Result<Master, StoreError>) {
         match answer {
-            Ok(master) => match self
-                .votes
-                .iter_mut()
-                .find(|(reported, _)| reported.is_at(&master))
-            {
-                Some((reported, votes)) => {
-                    reported.epoch = reported.epoch.max(master.epoch);
-                    *votes += 1;
-                }
-                None => self.votes.push((master, 1)),
-            },
-            Err(error) => {
-                self.failure = self.failure.clone().or_telling(error);
-            }
+            Ok(master) => self.candidate(master).votes += 1,
+            Err(error) => self.failure = self.failure.clone().or_telling(error),
         }
     }
 
+    /// Returns the candidate at this address, with the later epoch.
+    fn candidate(&mut self, master: Master) -> &mut Candidate {
+        let mut known = self.candidates.iter();
+        let place = known.position(|candidate| candidate.master.is_at(&master));
+        let place = place.unwrap_or(self.candidates.len());
+        if place == self.candidates.len() {
+            self.candidates.push(Candidate { master, votes: 0 });
+        } else {
+            let epoch = &mut self.candidates[place].master.epoch;
+            *epoch = master.epoch.max(*epoch);
+        }
+        &mut self.candidates[place]
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        self.votes.is_empty()
+        self.candidates.is_empty()
     }
 
     fn is_majority(&self, votes: usize) -> bool {
@@ -72,47 +95,37 @@ impl Quorum {
 
     /// Returns `true` if most sentinels agree.
     pub(super) fn is_decided(&self) -> bool {
-        self.votes.iter().any(|(_, votes)| self.is_majority(*votes))
+        let mut candidates = self.candidates.iter();
+        candidates.any(|candidate| self.is_majority(candidate.votes))
     }
 
-    /// Returns the candidates, best first: by majority, then by epoch. Of equal epochs the `known`
-    /// master comes first, so that a stale sentinel does not replace it while the others are
-    /// silent. The `known` master also precedes all reports of an earlier epoch that are not
-    /// unanimous: in a failover, most sentinels report the former master for a second longer than
-    /// the first one. Also returns the error if there is no candidate.
+    /// Returns the candidates, best first, and the error for an empty list. The `known` master is a candidate too, unless
+    /// all sentinels agree.
     pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
-        let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
-        let all = self.sentinels;
-        let is_unanimous = |votes: usize| votes == all;
-        let known_at = known.clone();
-        if !self.votes.iter().any(|(_, votes)| is_unanimous(*votes))
-            && let Some(known) = known
-        {
-            match self
-                .votes
-                .iter_mut()
-                .find(|(reported, _)| reported.is_at(&known))
-            {
-                Some((reported, _)) => reported.epoch = reported.epoch.max(known.epoch),
-                None => self.votes.push((known, 0)),
-            }
+        let mut candidates = self.candidates.iter();
+        let is_unanimous = candidates.any(|candidate| candidate.votes == self.sentinels);
+        if !is_unanimous && let Some(known) = &known {
+            self.candidate(known.clone());
         }
-        let mut reported = std::mem::take(&mut self.votes);
-        reported.sort_by_key(|(master, votes)| {
-            let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
-            let is_known = known_at.as_ref().is_some_and(|known| known.is_at(master));
-            std::cmp::Reverse((
-                is_of_now,
-                self.is_majority(*votes),
-                master.epoch,
-                is_known,
-                *votes,
-            ))
-        });
-        (
-            reported.into_iter().map(|(master, _)| master).collect(),
-            self.failure,
-        )
+        let mut candidates = mem::take(&mut self.candidates);
+        candidates.sort_by_key(|candidate| Reverse(self.rank(candidate, known.as_ref())));
+        let best_first = candidates.into_iter().map(|candidate| candidate.master);
+        (best_first.collect(), self.failure)
+    }
+
+    fn rank(&self, candidate: &Candidate, known: Option<&Master>) -> Rank {
+        let Candidate { master, votes } = candidate;
+        let is_unanimous = *votes == self.sentinels;
+        Rank {
+            is_of_known_epoch: match known {
+                Some(known) => is_unanimous || master.epoch >= known.epoch,
+                None => true,
+            },
+            has_majority: self.is_majority(*votes),
+            epoch: master.epoch,
+            is_known: known.is_some_and(|known| known.is_at(master)),
+            votes: *votes,
+        }
     }
 }
 
