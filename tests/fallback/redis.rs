@@ -3,7 +3,7 @@
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
@@ -501,17 +501,31 @@ async fn cached_denials_do_not_hide_an_outage() {
     let store = fallback(server.url(), &notes).deadline(Duration::from_millis(200));
     let policies = policy(Strategy::Gcra, "1/100d");
     let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
-    let _ = take("flood").await.unwrap();
-    let _ = take("flood").await.unwrap();
+    let mut denied_at = Instant::now();
+    loop {
+        let asked_at = Instant::now();
+        if take("flood").await.unwrap().source() == Source::Cached {
+            break;
+        }
+        denied_at = asked_at;
+        tokio::task::yield_now().await;
+    }
     server.freeze();
     for i in 0..3 {
-        assert_eq!(take("flood").await.unwrap().source(), Source::Cached);
+        let source = take("flood").await.unwrap().source();
+        // A denial is cached for a second, which a busy machine may exceed.
+        let is_cached = denied_at.elapsed() < Duration::from_secs(1);
+        assert!(source == Source::Cached || !is_cached, "{source:?}");
         assert_eq!(
             take(&format!("caller-{i}")).await.unwrap().source(),
             Source::Local
         );
     }
-    assert!(store.is_degraded());
+    until("the breaker is open", async || {
+        let _ = take("another").await.unwrap();
+        store.is_degraded()
+    })
+    .await;
     server.thaw();
 }
 

@@ -104,16 +104,20 @@ impl Peer {
 
     /// Returns the peer of the connection.
     fn connected(request: &Parts) -> Self {
-        let recorded = request
-            .extensions
-            .get()
-            .map(|address: &SocketAddr| Self::Address(address.ip()));
+        if let Some(address) = request.extensions.get::<SocketAddr>() {
+            return Self::Address(address.ip());
+        }
         // The features' types come last: enabling a feature may add an address, but changes none.
-        recorded
-            .or_else(|| axum(request))
-            .or_else(|| tonic(request))
-            .or_else(|| unix(request))
-            .unwrap_or(Self::Unknown)
+        if let Some(address) = axum(request) {
+            return Self::Address(address);
+        }
+        if let Some(address) = tonic(request) {
+            return Self::Address(address);
+        }
+        if is_unix(request) {
+            return Self::Unix;
+        }
+        Self::Unknown
     }
 
     /// Returns the key, with an IPv6 prefix of this many bits.
@@ -155,65 +159,62 @@ fn record() -> String {
 
 /// The address that axum's own extractor would find.
 #[cfg(feature = "axum")]
-fn axum(request: &Parts) -> Option<Peer> {
+fn axum(request: &Parts) -> Option<IpAddr> {
     use axum::extract::connect_info::{ConnectInfo, MockConnectInfo};
 
     let extensions = &request.extensions;
-    let real = extensions
-        .get::<ConnectInfo<SocketAddr>>()
-        .map(|ConnectInfo(address)| address);
-    let mock = || {
-        extensions
-            .get::<MockConnectInfo<SocketAddr>>()
-            .map(|MockConnectInfo(address)| address)
-    };
-    real.or_else(mock)
-        .map(|address| Peer::Address(address.ip()))
+    if let Some(ConnectInfo(address)) = extensions.get::<ConnectInfo<SocketAddr>>() {
+        return Some(address.ip());
+    }
+    let MockConnectInfo(address) = extensions.get::<MockConnectInfo<SocketAddr>>()?;
+    Some(address.ip())
 }
 
 #[cfg(not(feature = "axum"))]
-fn axum(_: &Parts) -> Option<Peer> {
+fn axum(_: &Parts) -> Option<IpAddr> {
     None
 }
 
 /// The address that tonic's server records, with or without TLS.
 #[cfg(feature = "tonic")]
-fn tonic(request: &Parts) -> Option<Peer> {
+fn tonic(request: &Parts) -> Option<IpAddr> {
     let info = request
         .extensions
         .get::<tonic::transport::server::TcpConnectInfo>()?;
-    info.remote_addr()
-        .map(|address| Peer::Address(address.ip()))
+    Some(info.remote_addr()?.ip())
 }
 
 #[cfg(not(feature = "tonic"))]
-fn tonic(_: &Parts) -> Option<Peer> {
+fn tonic(_: &Parts) -> Option<IpAddr> {
     None
 }
 
-/// A peer on a unix socket.
+/// Returns `true` for a peer on a unix socket.
 #[cfg(unix)]
-fn unix(request: &Parts) -> Option<Peer> {
+fn is_unix(request: &Parts) -> bool {
     use tokio::net::unix::SocketAddr;
 
     let extensions = &request.extensions;
-    let is_unix = extensions.get::<SocketAddr>().is_some();
     #[cfg(feature = "axum")]
-    let is_unix = is_unix
-        || extensions
-            .get::<axum::extract::ConnectInfo<SocketAddr>>()
-            .is_some();
+    if extensions
+        .get::<axum::extract::ConnectInfo<SocketAddr>>()
+        .is_some()
+    {
+        return true;
+    }
     #[cfg(feature = "tonic")]
-    let is_unix = is_unix
-        || extensions
-            .get::<tonic::transport::server::UdsConnectInfo>()
-            .is_some();
-    is_unix.then_some(Peer::Unix)
+    if extensions
+        .get::<tonic::transport::server::UdsConnectInfo>()
+        .is_some()
+    {
+        return true;
+    }
+    extensions.get::<SocketAddr>().is_some()
 }
 
 #[cfg(not(unix))]
-fn unix(_: &Parts) -> Option<Peer> {
-    None
+fn is_unix(_: &Parts) -> bool {
+    false
 }
 
 /// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count.
@@ -259,12 +260,15 @@ impl UnknownProxy {
             Peer::Unknown => false,
         };
         if is_near && !self.reported.load(Relaxed) {
-            let headers = header.map_or(&HEADERS[..], slice::from_ref);
-            let sent = headers
-                .iter()
-                .find(|header| request.headers.contains_key(*header));
-            if let Some(sent) = sent {
-                self.report(peer, sent, header);
+            let headers = match header {
+                Some(header) => slice::from_ref(header),
+                None => &HEADERS,
+            };
+            for name in headers {
+                if request.headers.contains_key(name) {
+                    self.report(peer, name, header);
+                    return;
+                }
             }
         }
     }

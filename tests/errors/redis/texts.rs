@@ -174,8 +174,13 @@ async fn a_missed_deadline_names_the_server() {
             .unwrap();
         let store = Fallback::new(redis, LocalStore::default()).observer(Tells(tell));
         let any = AnyStore::from(store);
-        assert!(any.check(check("ann", "10/s")).await.unwrap().is_allowed());
-        let error = told.recv().await.unwrap();
+        // A deadline that a busy runtime notices late is not reported.
+        let error = loop {
+            let _ = any.check(check("ann", "10/s")).await.unwrap();
+            if let Ok(error) = told.try_recv() {
+                break error;
+            }
+        };
         let server = if url.contains("sentinel") {
             "\"mymaster\" of the sentinels "
         } else {

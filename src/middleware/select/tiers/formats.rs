@@ -78,44 +78,39 @@ impl Setting for Named {
                                     followed by an API key, or `~` followed by 32 digits as in Redis";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        let unknown = |_| ConfigError::choice("caller", text, Self::EXPECTED);
+        let unknown = || ConfigError::choice("caller", text, Self::EXPECTED);
         // A comma without a blank joins the parts of a tuple, such as two addresses.
-        let listed: Option<Vec<&str>> = text
-            .split(", ")
-            .map(|caller| {
-                caller
-                    .strip_prefix("ip:")
-                    .filter(|rest| !rest.contains(','))
-            })
-            .collect();
-        match listed.as_deref() {
-            None | Some(["unix"]) => Key::read(text).map(Self::Key).map_err(unknown),
-            Some(listed) => {
-                let networks = listed.iter().map(|network| match parsed(network) {
-                    Some(network) => networks::valid(network),
-                    None => Err(ConfigError::choice("caller", text, Self::EXPECTED)),
-                });
-                networks.collect::<Result<_, _>>().map(Self::Networks)
-            }
+        let is_tuple = text.replace(", ", "").contains(',');
+        let is_list = text.split(", ").all(|caller| caller.starts_with("ip:"));
+        if text == "ip:unix" || is_tuple || !is_list {
+            return match Key::read(text) {
+                Ok(key) => Ok(Self::Key(key)),
+                Err(_) => Err(unknown()),
+            };
         }
+        let mut networks = vec![];
+        for caller in text.split(", ") {
+            let network = caller.strip_prefix("ip:").and_then(parsed);
+            networks.push(networks::valid(network.ok_or_else(unknown)?)?);
+        }
+        Ok(Self::Networks(networks))
     }
 }
 
 /// Parses an address or a network, also in the form of a key with more than 64 bits.
 fn parsed(text: &str) -> Option<IpNet> {
-    let address = |text: &str| text.parse().ok().map(|address: IpAddr| address.into());
-    let in_redis = || {
-        let (digits, _) = text.split_once('/')?;
-        let is_address = digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_hexdigit());
-        if is_address {
-            Key::of_redis(&format!("ip:{text}"))?.to_network()
-        } else {
-            None
-        }
-    };
-    address(text)
-        .or_else(|| text.parse().ok())
-        .or_else(in_redis)
+    if let Ok(address) = text.parse::<IpAddr>() {
+        return Some(address.into());
+    }
+    if let Ok(network) = text.parse() {
+        return Some(network);
+    }
+    let (digits, _) = text.split_once('/')?;
+    let is_of_redis = digits.len() == 32 && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if !is_of_redis {
+        return None;
+    }
+    Key::of_redis(&format!("ip:{text}"))?.to_network()
 }
 
 /// Returns the text of a network of callers.
@@ -150,10 +145,10 @@ impl<'de> Deserialize<'de> for Tiers {
             tiers,
             callers,
         } = Table::deserialize(Redacted(deserializer))?;
-        let named = tiers
-            .into_iter()
-            .map(|(name, policies)| (name.into(), policies))
-            .collect();
+        let mut named = HashMap::new();
+        for (name, policies) in tiers {
+            named.insert(name.into(), policies);
+        }
         let Callers { keys, networks } = callers;
         Ok(Self {
             networks: Arc::new(networks),
@@ -176,24 +171,19 @@ struct Written<'a> {
 impl Serialize for Tiers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Plans { default, named } = self.plans.current();
-        let choice = |policies| Option::as_ref(policies).map_or(Choice::Exempt, Choice::Limited);
-        let tiers = named
-            .iter()
-            .map(|(name, policies)| (&**name, choice(policies)))
-            .collect();
-        let networks = self
-            .networks
-            .iter()
-            .map(|(network, policies)| Ok((shown(network).into(), choice(policies))));
-        let keys = self
-            .callers
-            .iter()
-            .map(|(key, policies)| Ok((key.written()?.into(), choice(policies))));
-        // The last of two equal texts counts, and so does a key.
-        let callers = networks
-            .chain(keys)
-            .collect::<Result<_, ConfigError>>()
-            .map_err(serde::ser::Error::custom)?;
+        let mut tiers = BTreeMap::new();
+        for (name, policies) in named {
+            tiers.insert(&**name, Choice::of(policies));
+        }
+        let mut callers = BTreeMap::new();
+        for (network, policies) in self.networks.iter() {
+            callers.insert(shown(network).into(), Choice::of(policies));
+        }
+        // The last of two equal texts counts: a key before a network.
+        for (key, policies) in self.callers.iter() {
+            let text = key.written().map_err(serde::ser::Error::custom)?;
+            callers.insert(text.into(), Choice::of(policies));
+        }
         Written {
             default,
             tiers,
@@ -209,6 +199,15 @@ enum Choice<'a> {
     Exempt,
     #[serde(untagged)]
     Limited(&'a Policies),
+}
+
+impl<'a> Choice<'a> {
+    fn of(policies: &'a Option<Policies>) -> Self {
+        match policies {
+            Some(policies) => Self::Limited(policies),
+            None => Self::Exempt,
+        }
+    }
 }
 
 impl Setting for Option<Policies> {
