@@ -9,6 +9,9 @@ use crate::util::patient;
 use futures_util::FutureExt;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 
+const NO_LOGIN: &str = "the server requires a password: add it to the URL, as in `redis://:password@host/`, or \
+                        `redis://user:password@host/`; that of sentinels as `?sentinel_password=password`";
+
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
     let kind = match error.kind() {
@@ -53,7 +56,10 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
     {
         reason += ", which `RedisStore` needs: enable it; for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`";
     }
-    let result = StoreError::explained(kind, reason);
+    let mut result = StoreError::explained(kind, reason);
+    if error.code() == Some("NOAUTH") {
+        result = result.with_message(NO_LOGIN);
+    }
     if was_not_run(kind, error) {
         result.not_sent()
     } else {

@@ -106,7 +106,7 @@ impl Worker {
             self.drop_late(None, instant());
             let unplaced = found
                 .err()
-                .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady))
+                .unwrap_or_else(|| self.inner.topology.no_master())
                 .not_sent();
             let unplaced = unplaced.with_server(self.inner.topology.address(None));
             let (mut placed, mut left_over) = (vec![], false);
