@@ -123,6 +123,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// is denied as soon as its turn is certain to be too late. The turn of a dropped request passes
     /// to the next one.
     ///
+    /// In a [`RateLimitLayer`](crate::RateLimitLayer), a gRPC call waits no longer than its deadline, `grpc-timeout`: a call
+    /// whose turn comes later is denied immediately.
+    ///
     /// The inner service is not kept ready during the wait: it is polled for readiness when the
     /// request's turn has come.
     ///

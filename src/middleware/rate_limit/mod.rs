@@ -1,5 +1,6 @@
 //! The middleware for HTTP: see [`RateLimitLayer`].
 
+mod deadline;
 mod http;
 mod layer;
 mod settle;

@@ -36,11 +36,10 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         Kind::Io => tls::problem(error).unwrap_or(ErrorKind::Unreachable),
         _ => match error.code() {
             Some("OOM") => ErrorKind::OutOfMemory,
-            Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
+            Some("WRONGPASS") => ErrorKind::Authentication,
             Some("NOPERM") => ErrorKind::Permission,
+            _ if lacks_login(error) => ErrorKind::Authentication,
             _ => match error.detail().unwrap_or_default() {
-                // Redis rejects commands with many arguments from unauthenticated clients.
-                detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
                 // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
                 detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
                 detail if detail.contains("can't run this command") => ErrorKind::Permission,
@@ -57,7 +56,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         reason += ", which `RedisStore` needs: enable it; for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`";
     }
     let mut result = StoreError::explained(kind, reason);
-    if error.code() == Some("NOAUTH") {
+    if lacks_login(error) {
         result = result.with_message(NO_LOGIN);
     }
     if was_not_run(kind, error) {
@@ -65,6 +64,13 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
     } else {
         result
     }
+}
+
+/// Returns `true` if the server requires a login that the client has not sent.
+fn lacks_login(error: &RedisError) -> bool {
+    // Redis rejects commands with many arguments from unauthenticated clients by another error.
+    let detail = error.detail().unwrap_or_default();
+    error.code() == Some("NOAUTH") || detail.contains("unauthenticated")
 }
 
 /// Converts an error of the login or of the protocol negotiation.
