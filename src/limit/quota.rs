@@ -175,7 +175,7 @@ impl FromStr for Quota {
         let limit =
             whole(limit).ok_or_else(|| wrong("the limit is not an integer up to 4294967295"))?;
         if has_another_rate(rest) {
-            let problem = "it has several quotas, and a policy has one: use a policy for each, such as \
+            let problem = "there is more than one quota; use a policy for each, such as \
                            `Policies::new([per_second, per_hour])`, in settings a list of them";
             return Err(ConfigError::invalid("quota", text, problem));
         }
@@ -420,7 +420,7 @@ mod tests {
 
     #[test]
     fn errors_name_the_fix() {
-        let several = "it has several quotas, and a policy has one: use a policy for each, such as \
+        let several = "there is more than one quota; use a policy for each, such as \
                        `Policies::new([per_second, per_hour])`, in settings a list of them";
         let units = "the duration's unit is not one of ns, us, ms, s, m, h, d (a week is `7d`); \
                      use the form `100/s`, `10/60s` or `1000/h burst 50`";

@@ -543,8 +543,8 @@ fn is_lower_case(path: &str) -> bool {
         .any(|byte| byte.is_ascii_uppercase() || !byte.is_ascii())
 }
 
-/// Folds each character by itself: `str::to_lowercase` writes a sigma by the letters around it, but a pattern and a path
-/// may differ there.
+/// Folds each character separately: `str::to_lowercase` writes a sigma by the letters around it, and these may differ in a
+/// pattern and a path.
 fn lower_case(path: &str) -> Cow<'_, str> {
     const FINAL_SIGMA: char = '\u{3c2}';
     if is_lower_case(path) {
