@@ -4,10 +4,11 @@
 //! one. `PORT` is 3000 by default, and `REDIS_URL` shares the count among instances:
 //! `REDIS_URL=redis://127.0.0.1/ PORT=3001 cargo run --example axum`
 //!
-//! `axum::serve` bounds no connections, keeps those that never send a whole head, and handles no signals, so PID 1 of a container ignores SIGTERM.
-//! In production serve as `examples/serve.rs` does, or use a proxy with a header timeout and `with_graceful_shutdown`.
+//! The page serves by `axum::serve`, in one file. That bounds no connections, keeps those that never send a whole head, and
+//! handles no signals, so PID 1 of a container ignores SIGTERM.
 
-use std::net::SocketAddr;
+mod listen;
+mod serve;
 
 use axum::{Router, routing::get};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
@@ -28,10 +29,6 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let port = std::env::var("PORT").unwrap_or("3000".to_owned());
     let listener = tokio::net::TcpListener::bind(format!("127.0.0.1:{port}")).await?;
     println!("http://{}/", listener.local_addr()?);
-    axum::serve(
-        listener,
-        app.into_make_service_with_connect_info::<SocketAddr>(),
-    )
-    .await?;
+    serve::serve(listener, app).await?;
     Ok(())
 }

@@ -64,6 +64,7 @@ pub mod waiting {}
 /// Deployment: placement of Redis, failures.
 ///
 /// [busy]: crate::guide::faults#a-busy-runtime
+/// [connections]: crate::guide::sizing#connections
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [failover]: crate::guide::servers#charges-lost-in-a-failover
 /// [faults]: crate::guide::faults
@@ -72,6 +73,7 @@ pub mod waiting {}
 /// [partitions]: crate::guide::sizing#partitions
 /// [rights]: crate::guide::servers#rights
 /// [runbook]: crate::guide::runbook
+/// [services]: crate::guide::servers#managed-services-and-forks
 /// [sizing]: crate::guide::sizing
 /// [upgrades]: crate::guide::upgrades
 #[doc = include_str!("../docs/running.md")]

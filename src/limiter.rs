@@ -13,6 +13,20 @@ use crate::store::{Answer, Store, flush};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues};
 
+/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`].
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` are no policies",
+    label = "not a `Policy` or `Policies`",
+    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
+            `Limiter` with a clone of the store, which goes on counting",
+    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
+    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
+)]
+pub trait IsPolicies: Into<Policies> {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Into<Policies>> IsPolicies for T {}
+
 /// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
 /// loop.
 ///
@@ -77,7 +91,7 @@ impl Applied {
 
 impl<S: Store> Limiter<S> {
     /// Creates a limiter that counts in `store` under one or several policies.
-    pub fn new(store: S, policies: impl Into<Policies>) -> Self {
+    pub fn new(store: S, policies: impl IsPolicies) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
         let wait_queues = wait_queues.with_tracker(in_flight.clone());

@@ -2,12 +2,15 @@
 //!
 //! A page on which you can kill, freeze and restart Redis, and watch what three instances of a service decide, which
 //! store decides, and how fast. The example starts its own `redis-server` if there is one on the PATH; otherwise the
-//! instances count in this process. The page listens at `PORT` (3000) for this machine only, so it needs no header
-//! timeout.
+//! instances count in this process. The page listens at `PORT` (3000) for this machine only.
 
+#[path = "../listen.rs"]
+mod listen;
 mod load;
 mod recorder;
 mod redis;
+#[path = "../serve.rs"]
+mod serve;
 
 use std::convert::Infallible;
 use std::env;
@@ -124,7 +127,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     );
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
-        ended = axum::serve(listener, app) => Ok(ended?),
+        ended = serve::serve(listener, app) => Ok(ended?),
         // Return from `main`, which drops `Redis` and so kills the server, even a frozen one.
         stopped = tokio::signal::ctrl_c() => Ok(stopped?),
         _ = terminated.recv() => Ok(()),

@@ -12,7 +12,9 @@
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 mod api_key;
+mod body_key;
 mod client;
+mod denied_upload;
 mod failures;
 mod grpc;
 mod internal_callers;

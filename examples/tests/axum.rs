@@ -27,9 +27,22 @@ fn is_quoted(lines: &[&str]) {
     assert!(PAGE.split("```").any(quoted), "the page lacks {lines:?}");
 }
 
+/// The page is one file, and serves by axum.
 #[test]
 fn the_page_shows_the_program() {
     let (_, program) = include_str!("../axum.rs").split_once("\n\n").unwrap();
+    let of_page = [
+        ("mod listen;\nmod serve;\n", "use std::net::SocketAddr;\n"),
+        (
+            "    serve::serve(listener, app).await?;\n",
+            "    axum::serve(\n        listener,\n        app.into_make_service_with_connect_info::<SocketAddr>(),\n    )\n    .await?;\n",
+        ),
+    ];
+    let mut program = program.to_owned();
+    for (bounded, unbounded) in of_page {
+        assert!(program.contains(bounded), "{bounded}");
+        program = program.replace(bounded, unbounded);
+    }
     assert!(PAGE.contains(&format!("```rust,no_run\n{program}```")));
 }
 

@@ -34,6 +34,9 @@ fn unfinished_requests_end() {
         gateway(),
         Example::start("llm_gateway", &[]),
         Example::start("login", &[]),
+        Example::start("axum", &[]),
+        // Without a Redis, which would not end with this test.
+        Example::start("dashboard", &[("PATH", "")]),
     ];
     let open = |text: &'static str| {
         move |server: &Example| -> TcpStream {

@@ -148,8 +148,8 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
 fn always_second(of_type: &str) -> String {
     format!(
         "none of the first {} requests had a `{of_type}` in its extensions, and the second extractor of `.or(..)` counted them: put the \
-         layer inside the authentication that inserts it (of axum's layers, the last one is the outermost), or ignore this if all of them \
-         were anonymous{ALWAYS_SECOND_KEY}",
+         layer inside the authentication that inserts it (of axum's layers, the last one is the outermost), name the type that it inserts \
+         (an `Arc<T>` in the extensions is another type than `T`), or ignore this if all of them were anonymous{ALWAYS_SECOND_KEY}",
         Misses::REPORT_AT
     )
 }

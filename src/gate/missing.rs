@@ -181,8 +181,8 @@ impl fmt::Display for MissingKey {
             Problem::NoExtension(of_type) => write!(
                 f,
                 "a request has no `{of_type}` in its extensions: put the layer inside the authentication that inserts it \
-                 (of axum's layers, the last one is the outermost), or count requests without it by another key: \
-                 `.or(PeerIp)`{NO_EXTENSION}"
+                 (of axum's layers, the last one is the outermost), name the type that it inserts (an `Arc<T>` in the \
+                 extensions is another type than `T`), or count requests without it by another key: `.or(PeerIp)`{NO_EXTENSION}"
             ),
         }
     }

@@ -365,6 +365,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         let take = Check::take(question.key, policies, question.cost);
+        let patience = self.settings.patience.and_then(|of| of(request));
+        let max = patience.map_or(max, |patience| patience.min(max));
         match queues.join(&take, instant().checked_add(max), denied) {
             Ok(queued) => Admission::Undecided(Pending {
                 asked: None,

@@ -1,6 +1,7 @@
 //! The plain settings of a layer, which are copied whole.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{OnMissingKey, Selector};
 use crate::limit::{Key, Policies, words};
@@ -36,6 +37,8 @@ settings! {
     skip: Option<Arc<dyn Fn(&R) -> bool + Send + Sync>>,
     /// The cost of a request under its policies.
     cost: Option<Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>>,
+    /// The time for which the client waits for a response, if the request states it.
+    patience: Option<fn(&R) -> Option<Duration>>,
     /// The id under which a request is charged once. Returns `None` if each repetition is charged.
     id: Option<Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>>,
     on_error: OnError,

@@ -64,6 +64,8 @@ fn no_unit(unit: &str) -> &'static str {
         "the duration is not a whole number with one unit"
     } else if unit.starts_with("mo") || unit.starts_with('y') {
         "a month or a year has no fixed length, so count it in days, such as `30d`"
+    } else if unit.starts_with('w') {
+        "the duration's unit is not one of ns, us, ms, s, m, h, d (a week is `7d`)"
     } else {
         "the duration's unit is not one of ns, us, ms, s, m, h, d"
     }

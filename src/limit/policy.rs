@@ -529,6 +529,7 @@ const IN_FLIGHT: &str = "in-flight";
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limit::Align;
 
     fn policy(name: &str, quota: Quota) -> Result<Policy, ConfigError> {
         Policy::new(name, Strategy::Gcra, quota)
@@ -591,6 +592,24 @@ mod tests {
                 .to_string()
                 .starts_with("a burst of 6 for a window of 5: ")
         );
+        let day = |hours: u64| {
+            let offset = Duration::from_secs(hours * 3_600);
+            let strategy = Strategy::FixedWindow(Align::Clock { offset });
+            Policy::new("p", strategy, Quota::per_day(5))
+        };
+        for (hours, error) in [
+            (
+                25,
+                "an offset of 25h for a window of 1d: use `1h`, which starts the same windows",
+            ),
+            (
+                48,
+                "an offset of 2d for a window of 1d: use `0s`, which starts the same windows",
+            ),
+        ] {
+            assert_eq!(day(hours).unwrap_err().to_string(), error);
+        }
+        assert!(day(23).is_ok());
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
         let log = |limit| Policy::new("p", Strategy::SlidingLog, Quota::per_hour(limit));
         let error = log(100_001).unwrap_err().to_string();

@@ -174,6 +174,11 @@ impl FromStr for Quota {
             split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
         let limit =
             whole(limit).ok_or_else(|| wrong("the limit is not an integer up to 4294967295"))?;
+        if has_another_rate(rest) {
+            let problem = "there is more than one quota; use a policy for each, such as \
+                           `Policies::new([per_second, per_hour])`, in settings a list of them";
+            return Err(ConfigError::invalid("quota", text, problem));
+        }
         if rest.contains(',') {
             return Err(wrong("there is a comma after the limit"));
         }
@@ -220,6 +225,12 @@ fn split_rate(text: &str) -> Option<(&str, &str)> {
         }
     };
     Some((limit.trim_end(), rest))
+}
+
+/// Returns `true` if another rate follows, as in `s,1000/h`.
+fn has_another_rate(rest: &str) -> bool {
+    let mut parts = rest.split([',', ';']).skip(1);
+    parts.any(|part| split_rate(part).is_some())
 }
 
 /// Parses digits only: `u32::from_str` would also accept a sign.
@@ -404,6 +415,25 @@ mod tests {
                 error.contains(part),
                 "{text:?} gave {error:?}, which lacks {part:?}"
             );
+        }
+    }
+
+    #[test]
+    fn errors_name_the_fix() {
+        let several = "there is more than one quota; use a policy for each, such as \
+                       `Policies::new([per_second, per_hour])`, in settings a list of them";
+        let units = "the duration's unit is not one of ns, us, ms, s, m, h, d (a week is `7d`); \
+                     use the form `100/s`, `10/60s` or `1000/h burst 50`";
+        for (text, problem) in [
+            ("100/s,1000/h", several),
+            ("100/s, 1000 per hour", several),
+            ("100/s;1000/h", several),
+            ("10/s burst 5, 100/m", several),
+            ("10/week", units),
+            ("10 per 2 weeks", units),
+        ] {
+            let error = text.parse::<Quota>().unwrap_err().to_string();
+            assert_eq!(error, format!("{text:?} is not a valid quota: {problem}"));
         }
     }
 

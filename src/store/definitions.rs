@@ -398,10 +398,10 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
     }
 }
 
-fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
+fn vary(rng: &mut Rng, strategy: Strategy, period: Duration) -> Strategy {
     match strategy {
         Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock {
-            offset: Duration::from_micros(rng.u64(..20_000_000)),
+            offset: Duration::from_micros(rng.u64(..period.as_micros() as u64)),
         }),
         Strategy::SlidingWindow { .. } => Strategy::SlidingWindow {
             cells: rng.u16(1..=20),
@@ -441,8 +441,9 @@ impl Run {
         let (mut policies, mut each) = (vec![], vec![]);
         for name in &names[..rng.usize(1..=3)] {
             let strategy = *rng.choice(Strategy::ALL).unwrap();
-            let strategy = vary(&mut rng, strategy);
-            let policy = Policy::new(name, strategy, quota(&mut rng, strategy)).unwrap();
+            let quota = quota(&mut rng, strategy);
+            let strategy = vary(&mut rng, strategy, quota.period());
+            let policy = Policy::new(name, strategy, quota).unwrap();
             each.push(PolicyModel::new(&policy, strategy));
             policies.push(policy);
         }

@@ -106,7 +106,8 @@ use crate::observe::Observer;
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
     note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these",
-    note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`"
+    note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`",
+    note = "a store in an `Arc`: pass a clone of the store itself, which shares its counts"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// The future of a reply that is not ready immediately.

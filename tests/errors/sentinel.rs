@@ -62,11 +62,12 @@ async fn the_documented_rights_are_enough() {
 
     let advice = "check the user and password";
     refused(of_url("wrong"), ErrorKind::Authentication, advice).await;
-    refused(url(&[sentinel.port]), ErrorKind::Authentication, advice).await;
+    let missing = "requires a password: add it to the URL";
+    refused(url(&[sentinel.port]), ErrorKind::Authentication, missing).await;
     refused(
         Servers::sentinel(NAME, [good.as_str()]),
         ErrorKind::Authentication,
-        advice,
+        missing,
     )
     .await;
     let wrong = format!("redis://limiter:hunter2wrong@{NAME}");

@@ -26,8 +26,7 @@ pub enum Align {
     /// epoch plus `offset`. `Quota::per_day` with an offset of 22 hours starts at midnight of
     /// UTC+2.
     Clock {
-        /// The start of a window after the Unix epoch; only the remainder modulo the period
-        /// matters.
+        /// The start of a window after the Unix epoch; shorter than the period.
         offset: Duration,
     },
     /// Each caller's window starts with its first charge and lasts one period. The next charge
@@ -58,10 +57,19 @@ impl Algorithm for State {
         Frees::WithWindow
     }
 
-    fn adapt(strategy: Strategy, params: &mut Params, _: Quota) -> Result<(), ConfigError> {
-        if let Strategy::FixedWindow(Align::Clock { offset }) = strategy {
-            params.offset = Some((offset.as_micros() % params.period as u128) as i64);
+    fn adapt(strategy: Strategy, params: &mut Params, quota: Quota) -> Result<(), ConfigError> {
+        let Strategy::FixedWindow(Align::Clock { offset }) = strategy else {
+            return Ok(());
+        };
+        let period = quota.period();
+        if offset >= period {
+            let same = Duration::from_micros((offset.as_micros() % period.as_micros()) as u64);
+            let [offset, period, same] = [offset, period, same].map(duration::Text);
+            return Err(ConfigError::new(format!(
+                "an offset of {offset} for a window of {period}: use `{same}`, which starts the same windows"
+            )));
         }
+        params.offset = Some(offset.as_micros() as i64);
         Ok(())
     }
 

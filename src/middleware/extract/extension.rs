@@ -138,6 +138,10 @@ mod tests {
             "{told}"
         );
         assert!(
+            told.contains("an `Arc<T>` in the extensions is another type than `T`"),
+            "{told}"
+        );
+        assert!(
             told.ends_with("guide/pitfalls/index.html#no-extension)"),
             "{told}"
         );

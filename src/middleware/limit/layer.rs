@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use tower_layer::Layer;
 
 use super::protocol::Protocol;
-use super::service::{IsClone, Limit};
+use super::service::{IsClone, IsCost, Limit};
 use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
@@ -47,9 +47,9 @@ impl<S, K, P: Protocol> LimitLayer<S, K, P> {
 }
 
 impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
-    /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
+    /// Sets what a request costs, as a `u32`. A cost of 0 is decided but not charged. Defaults to 1.
     #[must_use]
-    pub fn cost(self, cost: impl Fn(&P::Head) -> u32 + Send + Sync + 'static) -> Self {
+    pub fn cost<C: IsCost>(self, cost: impl Fn(&P::Head) -> C + Send + Sync + 'static) -> Self {
         self.cost_under(move |request, _| cost(request))
     }
 
@@ -72,10 +72,11 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// # }
     /// ```
     #[must_use]
-    pub fn cost_under(
+    pub fn cost_under<C: IsCost>(
         self,
-        cost: impl Fn(&P::Head, &Policies) -> u32 + Send + Sync + 'static,
+        cost: impl Fn(&P::Head, &Policies) -> C + Send + Sync + 'static,
     ) -> Self {
+        let cost = move |request: &P::Head, policies: &Policies| cost(request, policies).into();
         self.change(|config| config.gate.settings.cost = Some(Arc::new(cost)))
     }
 
@@ -122,6 +123,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// In this process, the requests of a caller are served in the order of their arrival. A request
     /// is denied as soon as its turn is certain to be too late. The turn of a dropped request passes
     /// to the next one.
+    ///
+    /// In a [`RateLimitLayer`](crate::RateLimitLayer), a gRPC call waits no longer than its deadline, `grpc-timeout`: a call
+    /// whose turn comes later is denied immediately.
     ///
     /// The inner service is not kept ready during the wait: it is polled for readiness when the
     /// request's turn has come.

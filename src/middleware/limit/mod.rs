@@ -12,6 +12,6 @@ mod service;
 pub use layer::LimitLayer;
 pub(super) use protocol::sealed;
 pub use protocol::{AsIs, Protocol, Serve};
-pub use service::{IsClone, Limit, LimitFuture};
+pub use service::{IsClone, IsCost, Limit, LimitFuture};
 
 pub(super) use layer::Config;

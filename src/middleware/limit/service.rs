@@ -27,6 +27,17 @@ pub trait IsClone: Clone {}
 #[diagnostic::do_not_recommend]
 impl<T: Clone> IsClone for T {}
 
+/// The cost of a request: a `u32`, the return type of a closure for [`cost`](super::LimitLayer::cost).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the cost of a request",
+    label = "the closure must return a `u32`",
+    note = "another integer: `u32::try_from(cost).unwrap_or(u32::MAX)`",
+    note = "a cost that must be awaited: `.cost(|_| 0)`, and `RequestCost::reserve` in the handler"
+)]
+pub trait IsCost: Into<u32> {}
+
+impl IsCost for u32 {}
+
 /// The service of a [`LimitLayer`](super::LimitLayer): it decides, then calls the inner service.
 pub struct Limit<T, S, K, P: Protocol> {
     inner: T,

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use super::Http;
+use super::deadline::grpc_timeout;
 use crate::gate::{Gate, Holds, KeyExtractor, PolicySelector};
 use crate::middleware::headers::Headers;
 use crate::middleware::limit::{AsIs, Config, LimitLayer};
@@ -89,8 +90,10 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
     /// [`Tiers`](crate::select::Tiers) of them, or another [`PolicySelector`]. The store is cloned
     /// once per processor.
     pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
+        let mut gate = Gate::new(store, policies, Holds::Nothing);
+        gate.settings.patience = Some(grpc_timeout);
         let config = Config {
-            gate: Gate::new(store, policies, Holds::Nothing),
+            gate,
             protocol: Http::default(),
         };
         Self::with_config(Arc::new(extractor), config)

@@ -1,5 +1,6 @@
 //! The middleware for HTTP: see [`RateLimitLayer`].
 
+mod deadline;
 mod http;
 mod layer;
 mod settle;
@@ -9,7 +10,7 @@ pub use layer::RateLimitLayer;
 pub use settle::{Ending, TrackedBody, UntilBodyEnd};
 
 pub use crate::middleware::limit::{
-    AsIs, IsClone, Limit, LimitFuture, LimitLayer, Protocol, Serve,
+    AsIs, IsClone, IsCost, Limit, LimitFuture, LimitLayer, Protocol, Serve,
 };
 
 /// The service of a [`RateLimitLayer`].

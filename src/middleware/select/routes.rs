@@ -288,9 +288,9 @@ fn folded(pattern: &str) -> String {
     match lenient(pattern) {
         // A decoded brace would begin a parameter.
         Some(read) if pattern.contains('%') && parameters(&read.path) == parameters(pattern) => {
-            read.path.to_lowercase()
+            lower_case(&read.path).into_owned()
         }
-        _ => pattern.to_lowercase(),
+        _ => lower_case(pattern).into_owned(),
     }
 }
 
@@ -543,12 +543,19 @@ fn is_lower_case(path: &str) -> bool {
         .any(|byte| byte.is_ascii_uppercase() || !byte.is_ascii())
 }
 
+/// Folds each character separately: `str::to_lowercase` writes a sigma by the letters around it, and these may differ in a
+/// pattern and a path.
 fn lower_case(path: &str) -> Cow<'_, str> {
+    const FINAL_SIGMA: char = '\u{3c2}';
     if is_lower_case(path) {
-        path.into()
-    } else {
-        path.to_lowercase().into()
+        return path.into();
     }
+    let folded = path.chars().flat_map(char::to_lowercase);
+    let folded = folded.map(|character| match character {
+        FINAL_SIGMA => '\u{3c3}',
+        other => other,
+    });
+    folded.collect::<String>().into()
 }
 
 /// Removes the trailing slash, or adds one.

@@ -86,6 +86,12 @@ impl Servers {
 
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
         let mut kind = self.kind?;
+        if kind.all().into_iter().any(|server| has_user_only(server)) {
+            return wrong(
+                "it has a user and no password: put a colon before a password alone, as in `redis://:password@host`, or add \
+                 the user's password",
+            );
+        }
         let databases: Vec<i64> = kind
             .all()
             .iter()
@@ -100,6 +106,9 @@ impl Servers {
     }
 
     fn of_text(text: &str) -> Self {
+        if let Err(error) = check_ends(text) {
+            return Self::new(Err(error));
+        }
         let scheme = text
             .split_once("://")
             .and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
@@ -149,6 +158,33 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
         "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"
     ))
+}
+
+/// Returns `true` for a user without a password: redis-rs would not log in.
+fn has_user_only(server: &ConnectionInfo) -> bool {
+    let login = server.redis_settings();
+    login.username().is_some_and(|user| !user.is_empty()) && login.password().is_none()
+}
+
+/// Rejects a URL in quotes, or behind a blank. The URL's parser ignores blanks at its end.
+fn check_ends(url: &str) -> Result<(), ConfigError> {
+    let is_quote = |c: char| matches!(c, '"' | '\'' | '`' | '\u{2018}'..='\u{201f}');
+    let is_before = |c: &char| is_quote(*c) || c.is_whitespace() || *c == '\u{feff}';
+    let first = url.chars().next().filter(is_before);
+    let last = url.chars().next_back().filter(|c| is_quote(*c));
+    let (place, found) = match (first, last) {
+        (Some(first), _) => ("starts", first),
+        (None, Some(last)) => ("ends", last),
+        (None, None) => return Ok(()),
+    };
+    let found = match found {
+        ' ' => "a blank".to_owned(),
+        '\t' => "a tab".to_owned(),
+        '\n' | '\r' => "a line break".to_owned(),
+        found if is_quote(found) => format!("the character `{found}`"),
+        found => format!("the character `{}`", found.escape_unicode()),
+    };
+    wrong(format_args!("it {place} with {found}: remove it"))
 }
 
 /// Rejects a URL that cannot be that of a single server, and names the scheme to use: the errors of redis-rs name none.
@@ -429,7 +465,7 @@ pub struct Server(Result<ConnectionInfo, ConfigError>);
 
 impl From<&str> for Server {
     fn from(url: &str) -> Self {
-        Self(read(url))
+        Self(check_ends(url).and_then(|()| read(url)))
     }
 }
 
@@ -630,6 +666,72 @@ mod tests {
                 "the Redis URL cannot be used: Redis URL did not parse; write it like `redis://:password@host:6379/0`, and in a \
                  password `/` as `%2F`, `?` as `%3F` and `#` as `%23`"
             );
+        }
+    }
+
+    #[test]
+    fn a_quote_or_blank_around_a_url_is_named() {
+        let remove = |place: &str, what: &str| {
+            format!("the Redis URL cannot be used: it {place} with {what}: remove it")
+        };
+        for (url, error) in [
+            (
+                "\"redis://:hunter2@a\"",
+                remove("starts", "the character `\"`"),
+            ),
+            (
+                "'redis://:hunter2@a'",
+                remove("starts", "the character `'`"),
+            ),
+            (
+                "`redis+cluster://a,b`",
+                remove("starts", "the character ```"),
+            ),
+            (
+                "redis://:hunter2@a/0\"",
+                remove("ends", "the character `\"`"),
+            ),
+            (
+                "redis+cluster://a:1,b:2'",
+                remove("ends", "the character `'`"),
+            ),
+            (" redis://:hunter2@a", remove("starts", "a blank")),
+            ("\tredis+sentinel://a/m", remove("starts", "a tab")),
+            ("\nredis://a", remove("starts", "a line break")),
+            (
+                "\u{feff}redis://a",
+                remove("starts", "the character `\\u{feff}`"),
+            ),
+            (
+                "\u{201c}redis://a",
+                remove("starts", "the character `\u{201c}`"),
+            ),
+        ] {
+            let refused = |servers: Servers| servers.into_kind().map(drop).unwrap_err().to_string();
+            assert_eq!(refused(Servers::from(url)), error, "{url:?}");
+            assert_eq!(refused(Servers::cluster([url])), error, "{url:?}");
+        }
+        assert!(Servers::from("redis://a/0\n").into_kind().is_ok());
+    }
+
+    #[test]
+    fn a_user_without_a_password_is_refused() {
+        let fix = "the Redis URL cannot be used: it has a user and no password: put a colon before a password alone, \
+                   as in `redis://:password@host`, or add the user's password";
+        for url in [
+            "redis://hunter2@a",
+            "redis://hunter2:@a",
+            "valkey://hunter2@a:1/3",
+            "redis+unix:///tmp/redis?user=hunter2",
+            "redis+cluster://hunter2@a:1,b:2",
+            "redis+sentinel://hunter2@a:1/m",
+            "redis+sentinel://a:1/m?sentinel_user=hunter2",
+        ] {
+            let error = Servers::from(url).into_kind().map(drop).unwrap_err();
+            assert_eq!(error.to_string(), fix, "{url}");
+        }
+        for url in ["redis://a", "redis://@a", "redis://:p@a", "redis://u:p@a"] {
+            assert!(Servers::from(url).into_kind().is_ok(), "{url}");
         }
     }
 

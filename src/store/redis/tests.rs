@@ -42,14 +42,12 @@ async fn in_flight() {
     agree(0, Kind::InFlight).await;
 }
 
-/// Returns the strategy with random parameters, if it has any.
-fn vary(rng: &mut Rng, kind: Kind) -> Kind {
+/// Returns the strategy with random parameters, if it has any, for a quota of this period.
+fn vary(rng: &mut Rng, kind: Kind, period: Duration) -> Kind {
     match kind {
         Kind::Rate(Strategy::FixedWindow(Align::Clock { .. })) => {
-            Strategy::FixedWindow(Align::Clock {
-                offset: Duration::from_micros(rng.u64(..10_000_000_000)),
-            })
-            .into()
+            let offset = Duration::from_micros(rng.u64(..period.as_micros() as u64));
+            Strategy::FixedWindow(Align::Clock { offset }).into()
         }
         Kind::Rate(Strategy::SlidingWindow { .. }) => Strategy::SlidingWindow {
             cells: rng.u16(1..=20),
@@ -808,8 +806,9 @@ async fn agree(seed: u64, kind: Kind) {
     // Callers of one policy share a run of the call.
     let mut policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
-            let kind = vary(&mut trace.rng, kind);
-            policy("p", kind, &mut trace.rng).into()
+            let quota = quota(kind, &mut trace.rng);
+            let kind = vary(&mut trace.rng, kind, quota.period());
+            policy_of("p", kind, quota, &mut trace.rng).into()
         })
         .collect();
     let (first, second) = policies.split_at_mut(CALLERS / 2);
@@ -827,6 +826,12 @@ fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
 
 /// Quotas of every size: usual ones, and extreme ones.
 fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
+    let quota = quota(kind, rng);
+    policy_of(name, kind, quota, rng)
+}
+
+/// Returns a random quota without a burst.
+fn quota(kind: Kind, rng: &mut Rng) -> Quota {
     const DAY: u64 = 86_400_000_000;
     let (limit, period) = match rng.u8(..10) {
         0 => (3, 1_000_000),
@@ -846,13 +851,19 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
     } else {
         limit
     };
+    Quota::per(limit, Duration::from_micros(period))
+}
+
+/// Returns a policy of this quota, with a random burst and lease if it may have them.
+fn policy_of(name: &str, kind: Kind, quota: Quota, rng: &mut Rng) -> Policy {
+    let limit = quota.limit();
     if kind == Kind::InFlight {
-        let lease =
-            Duration::from_micros(period).clamp(Duration::from_secs(1), Duration::from_secs(3_600));
+        let lease = quota
+            .period()
+            .clamp(Duration::from_secs(1), Duration::from_secs(3_600));
         return Policy::of_kind(name, kind, Quota::per(limit.min(rng.u32(1..=100)), lease))
             .unwrap();
     }
-    let quota = Quota::per(limit, Duration::from_micros(period));
     let burst = match rng.u8(..4) {
         0 => 1,
         1 => rng.u32(1..100),
@@ -863,9 +874,9 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
         .or_else(|_| Policy::of_kind(name, kind, quota))
         .unwrap();
     // A leased policy counts under a tighter quota.
-    let leased = policy
-        .clone()
-        .leased(Duration::from_micros(period / rng.u64(2..100)));
+    let leased = policy.clone().leased(Duration::from_micros(
+        quota.period().as_micros() as u64 / rng.u64(2..100),
+    ));
     leased.ok().filter(|_| rng.bool()).unwrap_or(policy)
 }
 

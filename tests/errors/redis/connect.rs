@@ -91,13 +91,18 @@ async fn the_name_does_not_resolve() {
 async fn the_password_is_wrong_or_missing() {
     let server = RedisServer::start_with(&["--requirepass", "right"]);
     let with = |userinfo: &str| format!("redis://{userinfo}127.0.0.1:{}/", server.port());
-    for url in [with(":hunter2@"), with("")] {
+    for (url, advice) in [
+        (
+            with(":hunter2@"),
+            "rejected the credentials: check the user and password",
+        ),
+        (
+            with(""),
+            "requires a password: add it to the URL, as in `redis://:password@host/`, or `redis://user:password@host/`",
+        ),
+    ] {
         let error = RedisStore::connect(url).await.unwrap_err();
-        assert_helpful(
-            &error,
-            ErrorKind::Authentication,
-            "check the user and password",
-        );
+        assert_helpful(&error, ErrorKind::Authentication, advice);
     }
     RedisStore::connect(with(":right@")).await.unwrap();
 }

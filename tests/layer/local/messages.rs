@@ -445,3 +445,87 @@ fn a_share_may_be_a_number() {
         &of("4"),
     );
 }
+
+#[test]
+fn a_wrong_cost_names_the_conversion_and_the_place_for_async() {
+    let with =
+        |cost: &str| format!("RateLimitLayer::new(LocalStore::default(), Global, policy){cost};");
+    let right = with(
+        ".cost(|request| u32::try_from(request.uri.path().len() as u64).unwrap_or(u32::MAX))
+         .cost(|request| request.uri.path().parse().unwrap_or(1))
+         .cost(|request| match request.uri.path() { \"/search\" => 5, _ => 1 })
+         .cost_under(|_, policies| policies[0].quota().limit() / 10)",
+    );
+    for (wrong, found) in [
+        (".cost(async |_| 1)", "async closure body"),
+        (".cost(|_| async { 1 })", "async block"),
+        (".cost_under(|_, _| async { 1 })", "async block"),
+        (".cost(|request| request.uri.path().len() as u64)", "`u64`"),
+    ] {
+        fixes(
+            &with(wrong),
+            &[
+                found,
+                "is not the cost of a request",
+                "the closure must return a `u32`",
+                "another integer: `u32::try_from(cost).unwrap_or(u32::MAX)`",
+                "a cost that must be awaited: `.cost(|_| 0)`, and `RequestCost::reserve` in the handler",
+            ],
+            &right,
+        );
+    }
+}
+
+#[test]
+fn a_limiter_has_fixed_policies() {
+    fixes(
+        "Limiter::new(LocalStore::default(), Live::new(policy));",
+        &[
+            "Live<tower_redis_ratelimit::Policy>` are no policies",
+            "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
+             `Limiter` with a clone of the store, which goes on counting",
+        ],
+        "let store = LocalStore::default();
+         Limiter::new(store.clone(), policy.clone());
+         Limiter::new(store, Policies::new([policy])?);",
+    );
+    fixes(
+        "Limiter::new(LocalStore::default(), Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50)));",
+        &["add `?`, as in `Policy::new(name, strategy, quota)?`"],
+        "Limiter::new(LocalStore::default(), policy);",
+    );
+}
+
+#[test]
+fn a_store_in_an_arc_is_cloned_instead() {
+    fixes(
+        "RateLimitLayer::new(std::sync::Arc::new(LocalStore::default()), Global, policy);",
+        &["a store in an `Arc`: pass a clone of the store itself, which shares its counts"],
+        "RateLimitLayer::new(LocalStore::default().clone(), Global, policy);",
+    );
+}
+
+/// The compiler reports these errors without a text of this crate. The pitfalls of the guide quote them.
+#[test]
+fn the_guide_quotes_errors_without_a_text() {
+    const PAGE: &str = include_str!("../../../docs/pitfalls.md");
+    let limits = "RateLimitLayer<LocalStore, Global";
+    let layer = "RateLimitLayer::new(LocalStore::default(), Global, policy)";
+    for (quoted, wrong, right) in [
+        (
+            "Store` is not dyn compatible",
+            "fn limits(_: std::sync::Arc<dyn Store>) {}".to_owned(),
+            "fn limits(_: AnyStore) {}".to_owned(),
+        ),
+        (
+            "found struct `LimitLayer<_, _, Http<_, UntilBodyEnd>>`",
+            format!("let _: {limits}> = {layer}.until_body_end();"),
+            format!(
+                "let _: {limits}, HttpReject, rate_limit::UntilBodyEnd> = {layer}.until_body_end();"
+            ),
+        ),
+    ] {
+        fixes(&wrong, &[quoted], &right);
+        assert!(PAGE.contains(quoted), "the page lacks {quoted}");
+    }
+}

@@ -273,6 +273,8 @@ async fn limits_hold_in_every_letter_case() {
             .route("/shop/{id}/Export", named("export"))?
             .route("/caf%C3%A9/menu", named("menu"))?
             .route("/\u{c9}cole", named("school"))?
+            .route("/\u{3bf}\u{3b4}\u{3c2}", named("street"))?
+            .route("/\u{39f}\u{3a3}/{id}", named("bone"))?
             .exempt("/public/{*path}")?
             .route("/public/export", named("public"))?
             .route("/public/users/{id}/export", named("user"))?
@@ -305,6 +307,12 @@ async fn limits_hold_in_every_letter_case() {
         ("/caf%c3%a9/menu", "menu"),
         ("/%C3%89COLE", "school"),
         ("/\u{e9}cole", "school"),
+        // A sigma has one form in upper case, and two in lower case.
+        ("/\u{39f}\u{394}\u{3a3}", "street"),
+        ("/\u{3bf}\u{3b4}\u{3c3}", "street"),
+        ("/%CE%9F%CE%94%CE%A3", "street"),
+        ("/\u{3bf}\u{3c3}/7", "bone"),
+        ("/\u{3bf}\u{3c2}/7", "bone"),
         ("/public/export", "public"),
         ("/public/Export", "public"),
         ("/public/%45xport", "public"),

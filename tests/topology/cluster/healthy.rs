@@ -11,7 +11,7 @@ use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig};
 use tower_redis_ratelimit::{Key, RedisStore, redis};
 
 use crate::nodes::{Cluster, MASTERS, slot_of};
-use crate::support::{RedisServer, STRATEGIES, check, policy};
+use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, policy};
 
 const PROCESSES: usize = 4;
 const TASKS: usize = 64;
@@ -373,6 +373,23 @@ async fn nodes_have_names_or_none() {
             assert!(decision.unwrap().is_allowed());
         }
     }
+}
+
+/// Every check fails, since the nodes prefer a host name and have none.
+#[tokio::test]
+async fn a_node_without_an_address_is_reported() {
+    let server = RedisServer::start_with(&[
+        "--cluster-enabled",
+        "yes",
+        "--cluster-preferred-endpoint-type",
+        "hostname",
+    ]);
+    let _: String = server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
+    let url = format!("redis+cluster://127.0.0.1:{}", server.port());
+    let error = RedisStore::connect(url.as_str()).await.unwrap_err();
+    let fix = "reports a node of the cluster without its address (`?`): set `cluster-announce-hostname` on that node, or \
+               `cluster-preferred-endpoint-type ip`";
+    assert_helpful(&error, ErrorKind::NotReady, fix);
 }
 
 /// Reports a server without cluster mode, and a cluster that is unreachable.

@@ -120,6 +120,51 @@ async fn too_long_waits_are_rejected_immediately() {
     );
 }
 
+/// A longer wait would end in a client that has given up.
+#[tokio::test(start_paused = true)]
+async fn a_grpc_call_waits_within_its_deadline() {
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::SlidingLog,
+        Strategy::FixedWindow(Align::FirstHit),
+    ] {
+        let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(strategy, "1/s"))
+            .wait(Duration::from_secs(5));
+        let service = layer.layer(service_fn(ok));
+        let call = async |timeout: &str| {
+            let mut request = get("/a");
+            let timeout = timeout.parse().unwrap();
+            request.headers_mut().insert("grpc-timeout", timeout);
+            let start = Instant::now();
+            let response = service.clone().oneshot(request).await.unwrap();
+            (response.status().as_u16(), start.elapsed())
+        };
+        assert_eq!(call("200m").await, (200, Duration::ZERO), "{strategy:?}");
+        for short in ["200m", "200000u", "99999999n", "0S"] {
+            let answer = call(short).await;
+            assert_eq!(answer, (429, Duration::ZERO), "{strategy:?}: {short}");
+        }
+        // Long enough, or not a deadline.
+        for long in [
+            "2S",
+            "1M",
+            "1H",
+            "99999999H",
+            "200",
+            "200ms",
+            "+200m",
+            "999999999n",
+            "",
+        ] {
+            let (status, wait) = call(long).await;
+            assert!(
+                status == 200 && wait > Duration::from_millis(900),
+                "{strategy:?}: {long}: {status} after {wait:?}"
+            );
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_number_of_waiters_is_bounded() {
     let layer = RateLimitLayer::new(

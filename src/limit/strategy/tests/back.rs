@@ -57,8 +57,9 @@ fn reserve_and_refund(
         let (mut back, mut late) = (0, 0);
         for _ in 0..400 {
             let mut policy = |name| {
-                let strategy = vary(&mut rng, strategy);
-                Policy::new(name, strategy, quota(&mut rng, strategy)).unwrap()
+                let quota = quota(&mut rng, strategy);
+                let strategy = vary(&mut rng, strategy, quota.period());
+                Policy::new(name, strategy, quota).unwrap()
             };
             let policies = Policies::new([policy("one"), policy("two")]).unwrap();
             let policies = if rng.bool() {
@@ -328,10 +329,9 @@ fn an_immediate_refund_restores_the_excess() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         for _ in 0..200 {
-            let strategy = vary(&mut rng, strategy);
-            let policies: Policies = Policy::new("p", strategy, Quota::per_minute(1_000))
-                .unwrap()
-                .into();
+            let quota = Quota::per_minute(1_000);
+            let strategy = vary(&mut rng, strategy, quota.period());
+            let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let params = policies[0].params();
             let mut state = [State::fresh(strategy)];
             // A random time within a window of the clock.

@@ -9,9 +9,9 @@ fn a_backward_clock_locks_no_caller_out() {
         .iter()
         .flat_map(|strategy| [(strategy, 0), (strategy, 25)])
     {
-        let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10))
-            .unwrap()
-            .into();
+        let quota = Quota::per_second(10);
+        let strategy = vary(&mut rng, strategy, quota.period());
+        let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
         let (policy, mut now) = (&policies[0], 1_790_000_000_000_000);
         let mut state = [State::fresh(policy.kind())];
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);

@@ -8,8 +8,8 @@ fn every_strategy_equals_its_definition() {
         let mut rng = Rng::with_seed(seed as u64);
         let mut denied = 0;
         for _ in 0..150 {
-            let strategy = vary(&mut rng, strategy);
             let quota = quota(&mut rng, strategy);
+            let strategy = vary(&mut rng, strategy, quota.period());
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let params = policies[0].params();
             let context = format!("seed {seed}, {:?}", policies[0]);

@@ -29,7 +29,6 @@ fn blocks_spent_late_stay_within_quota() {
         let mut rng = Rng::with_seed(seed as u64);
         let mut tight = 0;
         for _ in 0..400 {
-            let strategy = vary(&mut rng, strategy);
             let stated = Quota::per(
                 rng.u32(2..60),
                 Duration::from_micros(rng.u64(20_000..500_000)),
@@ -39,6 +38,7 @@ fn blocks_spent_late_stay_within_quota() {
             } else {
                 stated
             };
+            let strategy = vary(&mut rng, strategy, stated.period());
             let policy = Policy::new("p", strategy, stated).unwrap();
             let lease = Duration::from_micros(rng.u64(10_000..250_000));
             let Ok(policies) = policy.leased(lease).map(Policies::from) else {

@@ -70,11 +70,11 @@ strategies!(define);
 
 // Differences between strategies for the tests. The last arm of each function is the default.
 
-/// Returns the strategy with random parameters.
-pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
+/// Returns the strategy with random parameters, for a quota of this period.
+pub(super) fn vary(rng: &mut Rng, strategy: Strategy, period: Duration) -> Strategy {
     match strategy {
         Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock {
-            offset: Duration::from_micros(rng.u64(..100_000_000)),
+            offset: Duration::from_micros(rng.u64(..period.as_micros() as u64)),
         }),
         Strategy::SlidingWindow { .. } => Strategy::SlidingWindow {
             cells: rng.u16(1..=20),

@@ -10,7 +10,7 @@ fn a_changed_limit_is_no_fresh_start() {
         .iter()
         .filter(|strategy| !strategy.frees().has_burst())
     {
-        let strategy = vary(&mut rng, strategy);
+        let strategy = vary(&mut rng, strategy, Quota::per_minute(1).period());
         let limits = [1, 7, 10, 1000];
         for (old, new) in limits.iter().flat_map(|old| limits.map(|new| (*old, new))) {
             let policies = |limit| {
@@ -55,7 +55,7 @@ fn a_lowered_limit_keeps_all_charges() {
         .iter()
         .filter(|strategy| !strategy.frees().has_burst())
     {
-        let strategy = vary(&mut rng, strategy);
+        let strategy = vary(&mut rng, strategy, Quota::per_day(1).period());
         let [high, low] = [1000, 10].map(|limit| {
             Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap())
         });
@@ -91,8 +91,8 @@ fn a_warmed_state_grants_no_more() {
     let mut rng = Rng::with_seed(0);
     for &strategy in Strategy::ALL {
         for _ in 0..300 {
-            let strategy = vary(&mut rng, strategy);
             let quota = quota(&mut rng, strategy);
+            let strategy = vary(&mut rng, strategy, quota.period());
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let params = policies[0].params();
             let mut state = [State::fresh(strategy)];
@@ -169,7 +169,7 @@ fn charges_above_a_lowered_quota_are_refundable() {
         .iter()
         .filter(|strategy| !strategy.frees().has_burst())
     {
-        let strategy = vary(&mut rng, strategy);
+        let strategy = vary(&mut rng, strategy, Quota::per_day(1).period());
         let policies =
             |limit| Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap());
         let (high, low) = (policies(1000), policies(10));

@@ -9,6 +9,9 @@ use crate::util::patient;
 use futures_util::FutureExt;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 
+const NO_LOGIN: &str = "the server requires a password: add it to the URL, as in `redis://:password@host/`, or \
+                        `redis://user:password@host/`; that of sentinels as `?sentinel_password=password`";
+
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
     let kind = match error.kind() {
@@ -33,11 +36,10 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         Kind::Io => tls::problem(error).unwrap_or(ErrorKind::Unreachable),
         _ => match error.code() {
             Some("OOM") => ErrorKind::OutOfMemory,
-            Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
+            Some("WRONGPASS") => ErrorKind::Authentication,
             Some("NOPERM") => ErrorKind::Permission,
+            _ if lacks_login(error) => ErrorKind::Authentication,
             _ => match error.detail().unwrap_or_default() {
-                // Redis rejects commands with many arguments from unauthenticated clients.
-                detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
                 // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
                 detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
                 detail if detail.contains("can't run this command") => ErrorKind::Permission,
@@ -53,12 +55,22 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
     {
         reason += ", which `RedisStore` needs: enable it; for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`";
     }
-    let result = StoreError::explained(kind, reason);
+    let mut result = StoreError::explained(kind, reason);
+    if lacks_login(error) {
+        result = result.with_message(NO_LOGIN);
+    }
     if was_not_run(kind, error) {
         result.not_sent()
     } else {
         result
     }
+}
+
+/// Returns `true` if the server requires a login that the client has not sent.
+fn lacks_login(error: &RedisError) -> bool {
+    // Redis rejects commands with many arguments from unauthenticated clients by another error.
+    let detail = error.detail().unwrap_or_default();
+    error.code() == Some("NOAUTH") || detail.contains("unauthenticated")
 }
 
 /// Converts an error of the login or of the protocol negotiation.

@@ -18,7 +18,7 @@ pub(super) use node::Node;
 use self::cluster::Cluster;
 use self::sentinel::Sentinels;
 use super::link::{self, Connect, Dialer, Link, Tls, kept_alive};
-use crate::error::{ConfigError, StoreError};
+use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::limit::Key;
 
 /// The servers that the application has named.
@@ -123,6 +123,14 @@ impl Topology {
     pub(super) fn node(&self, partition: u16) -> Option<Node> {
         self.cluster()
             .map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
+    }
+
+    /// Returns the error of a check whose partition has no known node.
+    pub(super) fn no_master(&self) -> StoreError {
+        self.cluster().map_or_else(
+            || StoreError::new(ErrorKind::NotReady),
+            |cluster| cluster.no_master(),
+        )
     }
 
     /// Returns the nodes with callers' keys. `None` while one of them is unknown.

@@ -129,7 +129,7 @@ impl Worker {
             }
             if !unplaced.is_empty() {
                 let error = match found {
-                    Ok(()) => StoreError::new(ErrorKind::NotReady),
+                    Ok(()) => self.inner.topology.no_master(),
                     Err(error) => error,
                 };
                 let error = error

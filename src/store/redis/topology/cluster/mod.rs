@@ -36,7 +36,7 @@ pub(crate) use slots::{SHARED, SlotMap};
 
 use self::nodes::Nodes;
 use super::node::Node;
-use crate::error::StoreError;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::Key;
 use crate::store::redis::link::{Dialer, Driven};
 use crate::util::Clock;
@@ -210,6 +210,15 @@ impl Cluster {
         self.map.store(map);
     }
 
+    /// Returns the error of a check whose slot has no known master.
+    pub(crate) fn no_master(&self) -> StoreError {
+        if self.map.load().lacks_address {
+            nodes::no_address()
+        } else {
+            StoreError::new(ErrorKind::NotReady)
+        }
+    }
+
     /// Returns `true` if a node has reported the slots.
     pub(crate) fn is_known(&self) -> bool {
         !self.map.load().is_empty()
@@ -223,15 +232,45 @@ mod tests {
     use super::slots::Address;
     use super::*;
 
-    #[test]
-    fn node_errors_are_parsed_or_none() {
+    fn cluster() -> Cluster {
         let seed = "redis://seed:1".into_connection_info().unwrap();
-        let cluster = Cluster::new(
+        Cluster::new(
             vec![seed],
             Dialer::new(Duration::from_secs(1), None),
             "rl",
             1,
+        )
+    }
+
+    #[test]
+    fn a_master_without_an_address_is_named() {
+        let cluster = cluster();
+        let general = cluster.no_master();
+        let reply = b"*2\r\n*3\r\n:0\r\n:99\r\n*3\r\n$1\r\n?\r\n:1\r\n$1\r\na\r\n\
+                      *3\r\n:100\r\n:16383\r\n*3\r\n$1\r\nh\r\n:2\r\n$1\r\nb\r\n";
+        let slots = slots::read(&parse_redis_value(reply).unwrap(), &Address::new("seed", 1));
+        let map = SlotMap::new(slots.unwrap(), |address| cluster.nodes.number(address));
+        cluster.adopt(map.into());
+        for error in [&general, &cluster.no_master()] {
+            assert_eq!(error.kind(), ErrorKind::NotReady);
+        }
+        assert!(
+            general
+                .to_string()
+                .starts_with("the server is loading its data")
         );
+        let told = cluster.no_master().to_string();
+        assert!(
+            told.starts_with(
+                "the server reports a node of the cluster without its address (`?`): set"
+            ),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn node_errors_are_parsed_or_none() {
+        let cluster = cluster();
         let asked = cluster.nodes.number(Address::new("seed", 1));
         let node_error = |line: &str| {
             let error = parse_redis_value(line.as_bytes())

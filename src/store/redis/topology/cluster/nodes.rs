@@ -150,6 +150,7 @@ impl Nodes {
             Ok(Value::ServerError(error)) => Err(error_of(&error.into()).with_server(address)),
             Ok(reply) => match slots::read(&reply, address) {
                 Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
+                Some(slots) if slots.lacks_address => Err(no_address().with_server(address)),
                 // The node has not joined the cluster yet, or has been reset.
                 Some(_) => Err(StoreError::new(ErrorKind::NotReady).with_server(address)),
                 None => Err(StoreError::new(ErrorKind::Protocol).with_server(address)),
@@ -278,6 +279,14 @@ impl Nodes {
         }
         addresses
     }
+}
+
+/// The error of a slot whose master has no address, such as the host `?` without a host name that it should announce.
+pub(super) fn no_address() -> StoreError {
+    StoreError::new(ErrorKind::NotReady).with_message(
+        "the server reports a node of the cluster without its address (`?`): set `cluster-announce-hostname` on that node, or \
+         `cluster-preferred-endpoint-type ip`, and no `cluster-announce-port 0`",
+    )
 }
 
 /// The error for an address at which a server of another cluster responds.

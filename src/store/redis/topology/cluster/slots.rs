@@ -53,6 +53,8 @@ pub(crate) struct SlotMap {
     /// All nodes that the cluster reported, including replicas: any may be queried for the slots.
     /// Sorted, except for nodes that were learned later.
     pub(super) nodes: Vec<Node>,
+    /// Whether the cluster reported a master without its address.
+    pub(super) lacks_address: bool,
     ids: Arc<Ids>,
 }
 
@@ -63,6 +65,8 @@ type Ids = HashSet<Box<str>>;
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Slots {
     pub(super) ranges: Vec<Range>,
+    /// Whether a range was omitted because its master has no address.
+    pub(super) lacks_address: bool,
     ids: Ids,
 }
 
@@ -117,6 +121,7 @@ impl SlotMap {
         Self {
             owners: Box::default(),
             nodes: vec![],
+            lacks_address: false,
             ids: Arc::default(),
         }
     }
@@ -126,6 +131,7 @@ impl SlotMap {
         let mut map = Self {
             owners,
             nodes: vec![],
+            lacks_address: slots.lacks_address,
             ids: Arc::new(slots.ids),
         };
         for range in slots.ranges {
@@ -180,6 +186,7 @@ impl SlotMap {
         Self {
             owners,
             nodes,
+            lacks_address: self.lacks_address,
             ids: Arc::clone(&self.ids),
         }
     }
@@ -194,7 +201,7 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else {
         return None;
     };
-    let (mut read, mut ids) = (vec![], HashSet::new());
+    let (mut read, mut ids, mut lacks_address) = (vec![], HashSet::new(), false);
     for range in ranges {
         let Value::Array(parts) = range else {
             return None;
@@ -211,11 +218,17 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
         for replica in replicas {
             nodes.extend(node(replica, asked, &mut ids)?.filter(|_| !nodes.is_empty()));
         }
-        if !nodes.is_empty() {
+        if nodes.is_empty() {
+            lacks_address = true;
+        } else {
             read.push(Range { first, last, nodes });
         }
     }
-    Some(Slots { ranges: read, ids })
+    Some(Slots {
+        ranges: read,
+        lacks_address,
+        ids,
+    })
 }
 
 /// Parses a node: `[host, port, id, ...]`. The inner value is `None` if the cluster does not know
@@ -380,6 +393,7 @@ mod tests {
         owner(5_461, "asked", 7002);
         owner(16_383, "d", 7006);
         assert_eq!((map.owner(5_462), map.owner(5_471)), (None, None));
+        assert!(map.lacks_address && !SlotMap::empty().lacks_address);
         assert_eq!(map.nodes.len(), 5);
         let moved = map.with(5_462, Node::new(9));
         assert_eq!(
