@@ -71,6 +71,12 @@ impl Observer for DefaultObserver {
         }
     }
 
+    fn suspected(&self, event: &event::Suspected<'_>) {
+        if let Some(log) = shared_log() {
+            log.suspected(event);
+        }
+    }
+
     fn degraded(&self, event: &event::Degraded<'_>) {
         static PRINTED: Once = Once::new();
         match shared_log() {

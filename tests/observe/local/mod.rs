@@ -463,7 +463,31 @@ async fn an_unknown_plan_is_reported() {
     }
 }
 
+/// Policies of one name share a count between plans, and so no name tells the default plan.
 #[tokio::test]
+async fn an_unlisted_default_plan_is_only_suspected() {
+    let tiers = Tiers::new(gcra("api", "9/m")).tier("pro", gcra("api", "90/m"));
+    let notes = Problems::default();
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, tiers);
+    let service = limited(layer.observer(notes.clone()));
+    for plan in ["pro", "free", "free", "Pro", "free", "prof", "Pro"] {
+        let mut request = anonymous();
+        request.extensions_mut().insert(Tier::new(plan));
+        assert_eq!(send(&service, request).await.status(), 200);
+    }
+    let seen = notes.0.lock().unwrap().clone();
+    let starts = [
+        "suspected: the plan \"free\" is not listed, and the default plan counts: list it, or ignore this if it is the default plan \
+         beside [\"pro\"] (unknown-tier: https://docs.rs/",
+        "the plan \"Pro\" is not listed, and the default plan counts instead: use one of [\"pro\"], or list it (unknown-tier: ",
+    ];
+    assert_eq!(seen.len(), 2, "{seen:?}");
+    for (report, start) in seen.iter().zip(starts) {
+        assert!(report.starts_with(start), "{report}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn requests_without_a_plan_are_reported_once() {
     let problems = async |tiers: Tiers, anonymous_first: usize, plan_after: bool| {
         let notes = Problems::default();
@@ -480,29 +504,41 @@ async fn requests_without_a_plan_are_reported_once() {
         for _ in 0..1_000 {
             send(&service, anonymous()).await;
         }
+        for time in [599, 1, 1, 600] {
+            advance(Duration::from_secs(time)).await;
+            send(&service, anonymous()).await;
+            notes.0.lock().unwrap().push(format!("after {time} s"));
+        }
         notes.0.lock().unwrap().clone()
     };
+    let times = ["after 599 s", "after 1 s", "after 1 s", "after 600 s"];
     let free = || Tiers::new(gcra("free", "9/m"));
     let tiers = || free().tier("pro", gcra("pro", "90/m"));
     let seen = problems(tiers(), 5, false).await;
-    let [report] = &seen[..] else {
-        panic!("it is reported once: {seen:?}");
+    let [suspected, first, report, others @ ..] = &seen[..] else {
+        panic!("it is reported: {seen:?}");
     };
     assert!(
-        report.starts_with("none of the first 1000 requests named a plan, and the default plan")
+        suspected.starts_with(
+            "suspected: none of the first 1000 requests named a plan, and the default plan"
+        ) && suspected.ends_with("#no-tier)"),
+        "any client can send these: {suspected}"
+    );
+    assert!(
+        report.starts_with("none of the requests of the first ten minutes named a plan, and")
             && report.ends_with("#no-tier)"),
         "{report}"
     );
     assert_eq!(
-        problems(tiers(), 5, true).await,
-        [""; 0],
-        "one plan shows that the order is right"
+        (first.as_str(), others),
+        (times[0], &times.map(str::to_owned)[1..])
     );
     assert_eq!(
-        problems(free(), 5, false).await,
-        [""; 0],
-        "no plan is listed"
+        problems(tiers(), 5, true).await,
+        times,
+        "one plan shows that the order is right"
     );
+    assert_eq!(problems(free(), 5, false).await, times, "no plan is listed");
 }
 
 #[tokio::test]

@@ -329,7 +329,7 @@ async fn keys_of_the_second_extractor_are_counted() {
         panic!("it is reported once: {reported:?}");
     };
     assert!(
-        report.starts_with("none of the first 1000 requests had a `")
+        report.starts_with("suspected: none of the first 1000 requests had a `")
             && report.contains("User` in its extensions")
             && report.ends_with("#always-second-key)"),
         "{report}"
