@@ -231,6 +231,9 @@ fn printed_commands_work() {
             (200, policy),
             "{line}"
         );
+        if part == "/health" {
+            assert!(answer.body().contains("ok"), "{line}");
+        }
         match policy {
             Some(_) => assert!(
                 remaining.contains(&answer.remaining()),

@@ -26,7 +26,7 @@ const ENDED: u32 = u32::MAX;
 impl Misses {
     /// Number of requests without it at which the problem is reported.
     pub(crate) const REPORT_AT: u32 = 1_000;
-    /// Time without a request that has it after which the problem [lasts](Self::lasts).
+    /// Time after which the problem [lasts](Self::lasts), if no request has ended the count.
     pub(crate) const LASTS_AFTER: Duration = Duration::from_secs(600);
 
     /// Keeps the first observer.

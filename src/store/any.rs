@@ -134,15 +134,6 @@ impl AnyStore {
             Self::Redis(_) | Self::Local(_) => Instances::new(|| NonZeroU32::MIN),
         }
     }
-
-    /// Returns `true` if Redis should decide, but the fallback does: for health checks. See
-    /// [`Fallback::is_degraded`].
-    pub fn is_degraded(&self) -> bool {
-        match self {
-            Self::Fallback(store) => store.is_degraded(),
-            Self::Redis(_) | Self::Local(_) => false,
-        }
-    }
 }
 
 pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder, ConfigError> {

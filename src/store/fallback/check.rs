@@ -28,6 +28,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
 use crate::observe::mistakes::OTHER_FALLBACK;
 use crate::observe::{Observer, event, or_log};
+use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
 use crate::util::{Clock, Notice, Patient, contain, patient, polled_after_completion};
 
@@ -409,11 +410,6 @@ impl<P: Store, F: Store> Partition<P, F> {
             waiters.freed(check);
         }
     }
-}
-
-/// Returns `true` if an error is evidence that the store fails. A full queue is not: the outcome of the queued checks is.
-pub(super) fn shows_failure(error: &StoreError) -> bool {
-    !error.is_check_only() && error.kind() != ErrorKind::QueueFull
 }
 
 /// Returns the cost that a decision grants, in reports. A pause is a time, which costs nothing.

@@ -67,8 +67,8 @@ use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::check::Partition;
 use super::{
-    Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, StoreError, Unreconciled,
-    Waiters, Withdraw, probe,
+    Answer, Backend, Health, Hooks, Instances, LocalStore, Observer, Store, StoreError,
+    Unreconciled, Waiters, Withdraw, probe,
 };
 use crate::background::TaskOwner;
 use crate::limit::{Check, Key};
@@ -266,7 +266,7 @@ impl<P, F> Fallback<P, F> {
         }
     }
 
-    /// Returns `true` if the breaker is open, so that the fallback decides: for health checks. With
+    /// Returns `true` if the breaker is open, so that the fallback decides: see [`health`](Store::health). With
     /// partitions, `true` if any breaker is open. `false` until enough checks have failed, so a service
     /// without requests does not notice an outage. A peek finds out, and charges nothing:
     ///
@@ -344,6 +344,14 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
             }
         }
         all
+    }
+
+    fn health(&self) -> Health {
+        match self.partitions[0].fallback.health() {
+            _ if !self.is_degraded() => Health::Ok,
+            Health::Failing => Health::Failing,
+            Health::Ok | Health::Local => Health::Local,
+        }
     }
 
     fn failed(&self, error: &StoreError) {

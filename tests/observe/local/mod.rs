@@ -477,8 +477,8 @@ async fn an_unlisted_default_plan_is_only_suspected() {
     }
     let seen = notes.0.lock().unwrap().clone();
     let starts = [
-        "suspected: the plan \"free\" is not listed, and the default plan counts: list it, or ignore this if it is the default plan \
-         beside [\"pro\"] (unknown-tier: https://docs.rs/",
+        "suspected: the plan \"free\" is not listed, and the default plan counts: list it, or ignore this if it is the default plan, \
+         as [\"pro\"] are not (unknown-tier: https://docs.rs/",
         "the plan \"Pro\" is not listed, and the default plan counts instead: use one of [\"pro\"], or list it (unknown-tier: ",
     ];
     assert_eq!(seen.len(), 2, "{seen:?}");

@@ -355,7 +355,7 @@ impl Unknown {
         let problem = format!("the plan {name:?} is not listed, and the default plan counts");
         if may_be_default {
             self.misses.suspect(&format!(
-                "{problem}: list it, or ignore this if it is the default plan beside {listed:?}{UNKNOWN_TIER}"
+                "{problem}: list it, or ignore this if it is the default plan, as {listed:?} are not{UNKNOWN_TIER}"
             ));
         } else {
             self.misses.report(&format!(

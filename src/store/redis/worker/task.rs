@@ -106,15 +106,14 @@ impl Worker {
             self.drop_late(None, instant());
             let unplaced = found
                 .err()
-                .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady))
-                .not_sent();
+                .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady));
             let unplaced = unplaced.with_server(self.inner.topology.address(None));
             let (mut placed, mut left_over) = (vec![], false);
             for job in self.batch.jobs.drain(..) {
                 match self.inner.node_of(&job) {
                     None => {
                         left_over = true;
-                        job.fail(unplaced.clone());
+                        self.inner.fail_unsent(job, unplaced.clone());
                     }
                     node => placed.push((node, job)),
                 }
@@ -206,11 +205,9 @@ impl Worker {
             .jobs
             .extract_if(.., |job| job.is_abandoned() || is_late(job))
         {
-            job.fail(
-                StoreError::new(ErrorKind::Timeout)
-                    .with_server(self.inner.topology.address(node))
-                    .not_sent(),
-            );
+            let late = StoreError::new(ErrorKind::Timeout);
+            self.inner
+                .fail_unsent(job, late.with_server(self.inner.topology.address(node)));
         }
     }
 
