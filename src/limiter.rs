@@ -212,7 +212,15 @@ impl<S: Store> Limiter<S> {
     }
 
     fn send(&self, check: Check) -> Answer<S::Future> {
+        self.report_shared_count();
         self.notifier.send(&self.store, check)
+    }
+
+    /// Reports, once, a policy with another quota in another limiter or layer.
+    #[inline]
+    fn report_shared_count(&self) {
+        let waiters = || self.store.backend().waiters();
+        self.notifier.shared_count(waiters, &self.policies);
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].
@@ -310,6 +318,7 @@ impl<S: Store> Limiter<S> {
         if self.policies.iter().any(|policy| policy.never_fits(cost)) {
             return self.take(key, cost).await;
         }
+        self.report_shared_count();
         let take = Check::take(key, &self.policies, cost);
         // Waiting does not use leased blocks.
         self.notifier.never_leased(&self.policies);

@@ -292,6 +292,12 @@ fn an_unset_variable_is_logged() {
     AnyStore::from_env("REDIS_ULR").unwrap();
     assert_lines(
         &lines.take(),
-        &["INFO the environment variable REDIS_ULR is not set"],
+        &[
+            "WARN the environment variable REDIS_ULR is not set, so limits are counted in this process only: set REDIS_ULR=local if \
+             that is intended, or use `require_env`",
+        ],
     );
+    let error = AnyStore::require_env("REDIS_ULR").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration);
+    assert_lines(&lines.take(), &[]);
 }

@@ -38,6 +38,12 @@ impl Misses {
         self.observer.get()
     }
 
+    /// Returns `true` until the count ends.
+    #[inline]
+    pub(crate) fn is_open(&self) -> bool {
+        self.count.load(Relaxed) < Self::REPORT_AT
+    }
+
     /// Ends the count, since a request includes what the layer reads.
     #[inline]
     pub(crate) fn found(&self) {

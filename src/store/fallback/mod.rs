@@ -186,6 +186,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Sets how many instances share a policy during an outage: a number, or the
     /// [`Instances`](crate::store::Instances) of an announcement. Defaults to 1: each instance grants the whole policy.
+    ///
+    /// A cost above the share is denied in an outage. The first one under each policy is reported as
+    /// [misconfigured](Observer::misconfigured), unless the whole policy does not allow it either.
     #[must_use]
     pub fn share(self, share: impl Into<Share>) -> Self {
         let share = share.into();
@@ -220,6 +223,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
         let other_fallback = Arc::new(Once::new());
+        let small_shares = Arc::default();
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let settings = Arc::new(settings);
@@ -232,6 +236,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 breaker: Breaker::new(settings.failures.get()),
                 outage: Arc::clone(&outage),
                 other_fallback: Arc::clone(&other_fallback),
+                small_shares: Arc::clone(&small_shares),
                 abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),
                 accounts: Accounts::new(Arc::clone(&free)),

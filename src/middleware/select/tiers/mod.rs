@@ -14,7 +14,7 @@ use ipnet::IpNet;
 use self::networks::Networks;
 use crate::error::ConfigError;
 use crate::gate::PolicySelector;
-use crate::limit::{Key, Policies};
+use crate::limit::{Key, KeyForms, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
@@ -430,6 +430,19 @@ impl PolicySelector for Tiers {
                 Some(plans.default.clone())
             }
         }
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        let impossible = |key: &&Key| !forms.has(KeyForms::of(key));
+        let callers = self.callers.keys().filter(impossible);
+        if let Some(key) = callers.min_by_key(|key| key.as_bytes()) {
+            let form = KeyForms::of(key);
+            return Some(format!(
+                "the caller {key:?} of the `Tiers`, which is one of {form},"
+            ));
+        }
+        let is_possible = self.networks.is_empty() || forms.has(KeyForms::ADDRESS);
+        (!is_possible).then(|| "the networks of the `Tiers`".to_owned())
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
