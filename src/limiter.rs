@@ -92,8 +92,9 @@ impl<S: Store> Limiter<S> {
 
     /// Sets the observer. It receives a store's events, such as that a
     /// [`Fallback`](crate::Fallback) decides locally, unless the store has an observer; each
-    /// [`Reservation`] that could not be settled; and each policy that is leased without effect. It
-    /// does not receive decisions, which are returned to the caller: report them by
+    /// [`Reservation`] that could not be settled; each policy that is leased without effect; and one
+    /// that has another quota in another limiter or layer, which is only
+    /// [suspected](Observer::suspected). It does not receive decisions, which are returned to the caller: report them by
     /// [`Observer::decided`], with [`Decided::new`](crate::observe::event::Decided::new). Defaults to [a
     /// log of problems](Observer); `()` disables that.
     #[must_use]

@@ -2,12 +2,12 @@ use std::fmt;
 
 use super::Key;
 
-/// A set of forms of keys, such as those that an extractor makes.
+/// A set of forms of keys: the possible forms of the keys of an extractor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeyForms(u8);
 
 impl KeyForms {
-    /// Those of an extractor that runs the application's code.
+    /// An extractor that runs the application's code may make any key.
     pub const ANY: Self = Self(u8::MAX);
     pub const ADDRESS: Self = Self(1);
     /// Secrets, and texts that are not kept in clear.

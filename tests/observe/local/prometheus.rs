@@ -315,6 +315,10 @@ async fn anonymous_requests(number: usize, before: bool, after: bool) -> (Vec<St
         send(&service, user()).await;
     }
     let counted = recorder.handle().render();
+    assert!(
+        !counted.contains("ratelimit_misconfigured_total{"),
+        "clients raise no alert: {counted}"
+    );
     let counted = counted
         .lines()
         .find_map(|line| line.strip_prefix("ratelimit_second_key_total{store=\"default\"} "));

@@ -185,8 +185,10 @@ impl Tiers {
     ///
     /// `key` must be the key that the layer's extractor produces. Use the extractor's `key_of`,
     /// such as [`HeaderKey::key_of`](crate::extract::HeaderKey::key_of); for a tuple of extractors,
-    /// use [`Key::tuple`] of the parts. The cost of a lookup does not depend on the number of
-    /// callers.
+    /// use [`Key::tuple`] of the parts. A key of a form that a built-in extractor never makes, such as an
+    /// address if the extractor is a [`HeaderKey`](crate::extract::HeaderKey), is
+    /// [reported](crate::observe::Observer::misconfigured) at the first request. The cost of a lookup does
+    /// not depend on the number of callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
         self.callers([(key, policies)])
