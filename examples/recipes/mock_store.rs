@@ -75,7 +75,7 @@ async fn the_health_changes_on_command() -> Result<(), Box<dyn std::error::Error
         let request = Request::get(path).body(Body::empty())?;
         let response = app.clone().oneshot(request).await?;
         let status = response.status().as_u16();
-        Ok((status, to_bytes(response.into_body(), 100).await?))
+        Ok((status, to_bytes(response.into_body(), 1_000).await?))
     };
     for app in [&alone, &with_fallback] {
         assert_eq!(get(app, "/health").await?, (200, "ok".into()));

@@ -232,7 +232,7 @@ fn printed_commands_work() {
             "{line}"
         );
         if part == "/health" {
-            assert!(answer.0.trim_end().ends_with("ok"), "{line}");
+            assert!(answer.0.ends_with("\r\n\r\nok\n"), "{}", answer.0);
         }
         match policy {
             Some(_) => assert!(
