@@ -24,7 +24,7 @@ use http::{Request, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tower::{Layer, Service, ServiceExt};
-use tower_redis_ratelimit::store::{AnyStore, ShareConfig, StoreConfig};
+use tower_redis_ratelimit::store::{AnyStore, Health, ShareConfig, Store, StoreConfig};
 use tower_redis_ratelimit::{Key, Policy, Quota, Strategy, ThrottleLayer};
 
 const TASKS: usize = 50;
@@ -70,7 +70,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     }
     match store {
         AnyStore::Local(_) => println!("counted in this process; set REDIS_URL to share the count"),
-        store if store.is_degraded() => {
+        store if store.health() == Health::Local => {
             println!("Redis is unavailable: this instance counts its share")
         }
         _ => println!("counted in Redis, for all processes"),

@@ -19,13 +19,14 @@ use std::{env, fs, process, thread};
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::{Router, response::Response, routing::get};
+use http::StatusCode;
 use http::request::Parts;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::Deserialize;
 use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor, MissingKey};
 use tower_redis_ratelimit::observe::{MetricsObserver, TracingObserver};
 use tower_redis_ratelimit::select::{Live, Tier, Tiers};
-use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
+use tower_redis_ratelimit::store::{AnyStore, Health, Store, StoreConfig};
 use tower_redis_ratelimit::{Key, Policies, RateLimitLayer};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml");
@@ -88,10 +89,11 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
         .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
 
     let upkeep = metrics.clone();
+    let checked = store.clone();
     let app = Router::new()
         .route("/", get(|| async { "Hello!\n" }))
         .route("/report", get(|| async { "A long report\n" }))
-        .route("/health", get(|| async { "well\n" }))
+        .route("/health", get(async move || health(&checked)))
         .route("/metrics", get(async move || metrics.render()))
         .layer(layer)
         // The last one is the outermost: the limits know the user.
@@ -111,6 +113,15 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     // What the last requests gave back.
     store.flush().await;
     Ok(())
+}
+
+/// Without a decision of any store, requests get a 503.
+fn health(store: &AnyStore) -> (StatusCode, &'static str) {
+    match store.health() {
+        Health::Failing => (StatusCode::SERVICE_UNAVAILABLE, "failing\n"),
+        Health::Local => (StatusCode::OK, "local\n"),
+        _ => (StatusCode::OK, "ok\n"),
+    }
 }
 
 /// Records the user of the API key, and the user's plan. A request with an unknown key is treated like one without a

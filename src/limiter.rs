@@ -106,8 +106,9 @@ impl<S: Store> Limiter<S> {
 
     /// Sets the observer. It receives a store's events, such as that a
     /// [`Fallback`](crate::Fallback) decides locally, unless the store has an observer; each
-    /// [`Reservation`] that could not be settled; and each policy that is leased without effect. It
-    /// does not receive decisions, which are returned to the caller: report them by
+    /// [`Reservation`] that could not be settled; each policy that is leased without effect; and one
+    /// that has another quota in another limiter or layer, which is only
+    /// [suspected](Observer::suspected). It does not receive decisions, which are returned to the caller: report them by
     /// [`Observer::decided`], with [`Decided::new`](crate::observe::event::Decided::new). Defaults to [a
     /// log of problems](Observer); `()` disables that.
     #[must_use]
@@ -226,7 +227,15 @@ impl<S: Store> Limiter<S> {
     }
 
     fn send(&self, check: Check) -> Answer<S::Future> {
+        self.report_shared_count();
         self.notifier.send(&self.store, check)
+    }
+
+    /// Reports, once, a policy with another quota in another limiter or layer.
+    #[inline]
+    fn report_shared_count(&self) {
+        let waiters = || self.store.backend().waiters();
+        self.notifier.shared_count(waiters, &self.policies);
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].
@@ -324,6 +333,7 @@ impl<S: Store> Limiter<S> {
         if self.policies.iter().any(|policy| policy.never_fits(cost)) {
             return self.take(key, cost).await;
         }
+        self.report_shared_count();
         let take = Check::take(key, &self.policies, cost);
         // Waiting does not use leased blocks.
         self.notifier.never_leased(&self.policies);

@@ -285,6 +285,23 @@ fn a_proxy_whose_header_is_ignored_is_printed() {
     }
 }
 
+#[tokio::test]
+async fn a_suspicion_is_logged() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let store = LocalStore::default();
+    let limiters = [9, 8].map(|limit| {
+        let policy = Policy::new("mails", Strategy::SlidingLog, Quota::per_hour(limit)).unwrap();
+        Limiter::new(store.clone(), policy)
+    });
+    for limiter in &limiters {
+        let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+    }
+    assert_lines(
+        &lines.take(),
+        &["INFO rate limiting may be misconfigured problem=\"two layers or limiters have"],
+    );
+}
+
 /// A misspelled name of the variable would otherwise be silent.
 #[test]
 fn an_unset_variable_is_logged() {
@@ -292,6 +309,12 @@ fn an_unset_variable_is_logged() {
     AnyStore::from_env("REDIS_ULR").unwrap();
     assert_lines(
         &lines.take(),
-        &["INFO the environment variable REDIS_ULR is not set"],
+        &[
+            "WARN the environment variable REDIS_ULR is not set, so limits are counted in this process only: set REDIS_ULR=local if \
+             that is intended, or use `require_env`",
+        ],
     );
+    let error = AnyStore::require_env("REDIS_ULR").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration);
+    assert_lines(&lines.take(), &[]);
 }

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
-use axum::{Router, http::Request, routing::get};
+use axum::http::{Request, StatusCode};
+use axum::{Router, routing::get};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, Health, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{
     ConfigError, Fallback, LocalStore, Policy, Quota, RateLimitLayer, Strategy,
 };
@@ -55,34 +56,40 @@ async fn the_store_denies_on_command() -> Result<(), Box<dyn std::error::Error>>
     Ok(())
 }
 
-/// The health check of the service, whose store is a `Fallback<RedisStore, LocalStore>` outside of tests.
-fn health<P: Store>(store: Fallback<P, LocalStore>) -> Result<Router, ConfigError> {
+/// The service with its health check. Its store is an `AnyStore` outside of tests.
+fn health(store: impl Store) -> Result<Router, ConfigError> {
     let app = app(store.clone())?;
-    Ok(app.route(
-        "/health",
-        get(async move || match store.is_degraded() {
-            true => "degraded",
-            false => "ok",
-        }),
-    ))
+    let health = async move || match store.health() {
+        Health::Failing => (StatusCode::SERVICE_UNAVAILABLE, "failing"),
+        health => (StatusCode::OK, health.as_str()),
+    };
+    Ok(app.route("/health", get(health)))
 }
 
 #[tokio::test]
-async fn the_service_is_degraded_on_command() -> Result<(), Box<dyn std::error::Error>> {
+async fn the_health_changes_on_command() -> Result<(), Box<dyn std::error::Error>> {
     let redis = MockStore::new();
-    let app = health(Fallback::new(redis.clone(), LocalStore::default()))?;
-    let get = async |path| -> Result<_, Box<dyn std::error::Error>> {
+    let alone = health(redis.clone())?;
+    let with_fallback = health(Fallback::new(redis.clone(), LocalStore::default()))?;
+    let get = async |app: &Router, path| -> Result<_, Box<dyn std::error::Error>> {
         let request = Request::get(path).body(Body::empty())?;
         let response = app.clone().oneshot(request).await?;
-        assert_eq!(response.status(), 200, "{path}");
-        Ok(to_bytes(response.into_body(), 100).await?)
+        let status = response.status().as_u16();
+        Ok((status, to_bytes(response.into_body(), 1_000).await?))
     };
-    assert_eq!(get("/health").await?, "ok");
-    redis.fail(StoreError::new(ErrorKind::Unreachable));
-    // Three failures open the breaker, and the fallback decides.
-    for _ in 0..3 {
-        get("/").await?;
+    for app in [&alone, &with_fallback] {
+        assert_eq!(get(app, "/health").await?, (200, "ok".into()));
     }
-    assert_eq!(get("/health").await?, "degraded");
+    redis.fail(StoreError::new(ErrorKind::Unreachable));
+    // Three failures open the breaker of the fallback.
+    for _ in 0..3 {
+        assert_eq!(get(&alone, "/").await?.0, 503);
+        assert_eq!(get(&with_fallback, "/").await?.0, 200);
+    }
+    assert_eq!(get(&alone, "/health").await?, (503, "failing".into()));
+    assert_eq!(get(&with_fallback, "/health").await?, (200, "local".into()));
+    redis.allow();
+    get(&alone, "/").await?;
+    assert_eq!(get(&alone, "/health").await?, (200, "ok".into()));
     Ok(())
 }

@@ -231,6 +231,9 @@ fn printed_commands_work() {
             (200, policy),
             "{line}"
         );
+        if part == "/health" {
+            assert!(answer.0.ends_with("\r\n\r\nok\n"), "{}", answer.0);
+        }
         match policy {
             Some(_) => assert!(
                 remaining.contains(&answer.remaining()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use http::request::Parts;
 
 use super::MissingKey;
-use crate::limit::Key;
+use crate::limit::{Key, KeyForms};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::ALWAYS_SECOND_KEY;
 use crate::observe::{Observer, event};
@@ -79,6 +79,19 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     /// [`OnMissingKey`](crate::reject::OnMissingKey) decides whether the request passes.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 
+    /// Returns the forms of the keys that this extractor makes.
+    #[doc(hidden)]
+    fn forms(&self) -> KeyForms {
+        KeyForms::ANY
+    }
+
+    /// Returns whether the request has a route. `None` if the extractor does not count by routes.
+    #[doc(hidden)]
+    fn has_route(&self, request: &R) -> Option<bool> {
+        let _ = request;
+        None
+    }
+
     /// Receives the observer of a layer, to notify it of a [second key](Observer::second_key). An extractor that has an
     /// observer keeps that; an extractor around others passes it on.
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -135,6 +148,10 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
             observer.second_key(&event::SecondKey::new(key));
         }
         second
+    }
+
+    fn forms(&self) -> KeyForms {
+        self.first.forms().and(self.second.forms())
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -216,6 +233,14 @@ impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
         (**self).extract(request)
     }
 
+    fn forms(&self) -> KeyForms {
+        (**self).forms()
+    }
+
+    fn has_route(&self, request: &R) -> Option<bool> {
+        (**self).has_route(request)
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         (**self).observe(observer);
     }
@@ -225,6 +250,14 @@ impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
 impl<R: 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
+    }
+
+    fn forms(&self) -> KeyForms {
+        (**self).forms()
+    }
+
+    fn has_route(&self, request: &R) -> Option<bool> {
+        (**self).has_route(request)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -240,6 +273,10 @@ impl<R> KeyExtractor<R> for Global {
     fn extract(&self, _: &R) -> Result<Key, MissingKey> {
         Ok(Key::GLOBAL)
     }
+
+    fn forms(&self) -> KeyForms {
+        KeyForms::GLOBAL
+    }
 }
 
 macro_rules! tuples {
@@ -248,6 +285,16 @@ macro_rules! tuples {
             fn extract(&self, request: &R) -> Result<Key, MissingKey> {
                 let ($($part,)+) = self;
                 Ok(Key::tuple(&[$($part.extract(request)?),+]))
+            }
+
+            /// A long tuple, or one of tuples, is hashed.
+            fn forms(&self) -> KeyForms {
+                KeyForms::TUPLE.and(KeyForms::HASH)
+            }
+
+            fn has_route(&self, request: &R) -> Option<bool> {
+                let ($($part,)+) = self;
+                None$(.or_else(|| $part.has_route(request)))+
             }
 
             fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -57,7 +57,7 @@ use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Slot};
-use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited};
+use crate::limit::{Charge, Check, Decision, Key, KeyForms, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::observe::event::Reason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
@@ -207,7 +207,8 @@ impl<S, R> Gate<S, R> {
     /// Reports a fixed policy if another layer sets another limit for its count.
     pub(crate) fn report_shared_count(&self) {
         if let (Selector::Fixed(policies), Some(waiters)) = (&self.policies, &self.waiters) {
-            self.notifier.shared_count(waiters, policies);
+            self.notifier
+                .shared_count(|| Some(waiters.clone()), policies);
         }
     }
 }
@@ -230,6 +231,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
         {
             self.notifier.uncounted(Reason::Skipped, true);
             return self.uncounted(request, None, grant);
+        }
+        if self.notifier.compares_callers() {
+            self.compare_callers(extractor.forms());
+        }
+        if self.notifier.looks_for_routes()
+            && let Some(has_route) = extractor.has_route(request)
+        {
+            self.notifier.has_route(has_route);
         }
         let key = extractor.extract(request);
         if self.settings.dry_run {
@@ -264,6 +273,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 queued: None,
                 question: Some(question),
             }),
+        }
+    }
+
+    /// Reports the policies of a caller whose key the extractor cannot make.
+    #[cold]
+    fn compare_callers(&self, forms: KeyForms) {
+        if let Some(caller) = self.policies.caller_without(forms) {
+            self.notifier.impossible_caller(&caller, forms);
         }
     }
 
@@ -544,6 +561,14 @@ impl<R: 'static> Selector<R> {
         match self {
             Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
             Self::ByRequest(selector) => selector.policies(request, key).map(Cow::Owned),
+        }
+    }
+
+    /// Returns the first caller with its own policies whose key is of none of these forms.
+    pub(crate) fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        match self {
+            Self::Fixed(_) => None,
+            Self::ByRequest(selector) => selector.caller_without(forms),
         }
     }
 

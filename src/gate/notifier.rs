@@ -3,12 +3,17 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use http::StatusCode;
 use tokio::time::Instant;
 
 use super::MissingKey;
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Outcome, Policies, Policy};
-use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
+use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies, Policy};
+use crate::observe::misses::Misses;
+use crate::observe::mistakes::{
+    CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, NEVER_PASSES, NO_ROUTE,
+    NOT_LEASED, ONE_NAME_TWO_QUOTAS,
+};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, ListedLayer, Store, Waiters};
 use crate::util::{instant, lock};
@@ -33,6 +38,14 @@ struct Misconfiguration {
     sent_leased: AtomicBool,
     /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
     reported_cost: AtomicBool,
+    /// Whether the callers of the policies were compared with the extractor, at the first request.
+    compared_callers: AtomicBool,
+    /// Whether a status of success for a denial was reported. Reported once, since every denial gets it.
+    reported_success: AtomicBool,
+    /// Whether a call without a permit was reported. Reported once, since every call may lack it.
+    reported_unready: AtomicBool,
+    /// The requests without a route, if the extractor counts by routes.
+    routes: Misses,
     /// The layer in the list of its store. Its clones add no other entries.
     layer: OnceLock<ListedLayer>,
 }
@@ -42,18 +55,17 @@ const PAUSE: Duration = Duration::from_secs(60);
 
 impl Notifier {
     pub(crate) fn new(observer: Arc<dyn Observer>) -> Self {
+        let misconfiguration = Arc::<Misconfiguration>::default();
+        misconfiguration.routes.observe(&observer);
         Self {
             observer: Some(observer),
-            misconfiguration: Arc::default(),
+            misconfiguration,
         }
     }
 
     /// Creates the notifier of another layer: the same observer, and no reports yet.
     pub(crate) fn with_fresh_limits(&self) -> Self {
-        Self {
-            observer: self.observer.clone(),
-            misconfiguration: Arc::default(),
-        }
+        self.observer.clone().map(Self::new).unwrap_or_default()
     }
 
     /// Returns the observer that is set.
@@ -170,23 +182,97 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, if another layer over the same store counts by these policies with another
+    /// Reports, once, that a denial has a status of success.
+    #[cold]
+    pub(crate) fn denied_with_success(&self, status: StatusCode) {
+        if !self.misconfiguration.reported_success.swap(true, Relaxed) {
+            self.report(&format!(
+                "a denial has the status {}, which tells the client that its request was served: give it \
+                 `rejection.status()`, as in `(rejection.status(), Json(..)).into_response()`, or add \
+                 `.denied_with_success()` to the layer if that is intended{DENIED_WITH_SUCCESS}",
+                status.as_u16()
+            ));
+        }
+    }
+
+    /// Reports, once, that a throttle was called without a permit.
+    #[cold]
+    pub(crate) fn call_without_ready(&self) {
+        if !self.misconfiguration.reported_unready.swap(true, Relaxed) {
+            self.report(&format!(
+                "a throttle was called before it was ready, so the call did not wait for its turn: wait for `ready().await?` \
+                 before each `call`, of the same clone, or use `oneshot`{CALL_WITHOUT_READY}"
+            ));
+        }
+    }
+
+    /// Returns `true` once, for the first request.
+    #[inline]
+    pub(super) fn compares_callers(&self) -> bool {
+        let compared = &self.misconfiguration.compared_callers;
+        !compared.load(Relaxed) && !compared.swap(true, Relaxed)
+    }
+
+    /// Reports callers whose key an extractor cannot make.
+    #[cold]
+    pub(super) fn impossible_caller(&self, caller: &str, forms: KeyForms) {
+        self.report(&format!(
+            "the policies of {caller} apply to nothing, since the extractor makes {forms} only: write the caller as the extractor \
+             does, as by its `key_of`{CALLER_FORM}"
+        ));
+    }
+
+    /// Returns `true` until [`has_route`](Self::has_route) is decided.
+    #[inline]
+    pub(super) fn looks_for_routes(&self) -> bool {
+        self.misconfiguration.routes.is_open()
+    }
+
+    /// Counts a request whose extractor counts by routes. Reports, once, if none of the first ones had a route.
+    pub(super) fn has_route(&self, has_route: bool) {
+        let routes = &self.misconfiguration.routes;
+        if has_route {
+            routes.found();
+        } else {
+            routes.missed(|| {
+                format!(
+                    "none of the first {} requests matched a route, and all of them shared one key: add the layer to the `Router`, to \
+                     a nested one or to a route, instead of wrapping the `Router` in it{NO_ROUTE}",
+                    Misses::REPORT_AT
+                )
+            });
+        }
+    }
+
+    /// Reports, once, if another layer or limiter over the same store counts by these policies with another
     /// limit. Buckets of two quotas are two counts, so each of their layers keeps its limit.
     /// Windows, logs and requests in flight share one count.
-    pub(crate) fn shared_count(&self, store: &Waiters, policies: &Policies) {
-        let listed = &self.misconfiguration.layer;
-        if listed.get().is_some() {
-            return;
+    #[inline]
+    pub(crate) fn shared_count(
+        &self,
+        store: impl FnOnce() -> Option<Waiters>,
+        policies: &Policies,
+    ) {
+        if self.misconfiguration.layer.get().is_none()
+            && let Some(store) = store()
+        {
+            self.list(&store, policies);
         }
+    }
+
+    #[cold]
+    fn list(&self, store: &Waiters, policies: &Policies) {
+        let listed = &self.misconfiguration.layer;
         let (layer, other) = store.list_layer(policies.clone());
         if listed.set(layer).is_ok()
             && let Some((policy, other)) = other
         {
             let (name, quota) = (policy.name(), policy.quota());
-            self.report(&format!(
-                "two layers have a policy {name:?}, one with {other} and one with {quota}, and they share one count per caller: give \
-                 each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
-            ));
+            let problem = format!(
+                "two layers or limiters have a policy {name:?}, one with {other} and one with {quota}, and they share one count per \
+                 caller: give each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
+            );
+            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem));
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use http::request::Parts;
 
-use crate::limit::{Key, Policies, Policy};
+use crate::limit::{Key, KeyForms, Policies, Policy};
 use crate::observe::Observer;
 
 /// Finds the policies of a request.
@@ -59,6 +59,13 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// The policies of all requests, if they are always the same, for every type of requests: then `policies` is not
     /// called. Defaults to `None`.
     fn fixed(&self) -> Option<Policies> {
+        None
+    }
+
+    /// Describes a caller with its own policies whose key the extractor never makes. `forms` are the forms of its keys.
+    #[doc(hidden)]
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        let _ = forms;
         None
     }
 
@@ -144,6 +151,10 @@ impl<R, P: PolicySelector<R>> PolicySelector<R> for Option<P> {
         self.as_ref()?.fixed()
     }
 
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        self.as_ref()?.caller_without(forms)
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         if let Some(selector) = self {
             selector.observe(observer);
@@ -158,6 +169,10 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
 
     fn fixed(&self) -> Option<Policies> {
         (**self).fixed()
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        (**self).caller_without(forms)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -38,7 +38,7 @@ use self::inner::Inner;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{
-    Answer, Backend, Hooks, Share, Store, StoreError, Unreconciled, Waiters, Withdraw,
+    Answer, Backend, Health, Hooks, Share, Store, StoreError, Unreconciled, Waiters, Withdraw,
 };
 
 /// A store wrapper that answers busy callers from memory and never grants more than the quota.
@@ -188,6 +188,10 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn unreconciled(&self) -> Unreconciled {
         self.inner.store.backend().unreconciled()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.store.health()
     }
 
     fn failed(&self, error: &StoreError) {

@@ -14,6 +14,7 @@ pub(crate) mod formats;
 mod golden;
 mod in_flight;
 mod key;
+mod key_forms;
 mod policies;
 mod policy;
 mod quota;
@@ -37,6 +38,7 @@ pub(crate) use answered::Answered;
 pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::Verdicts;
 pub(crate) use duration::micros;
+pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{Kind, is_name};
 pub(crate) use strategy::{Frees, Snapshot, State, strategies};
 #[cfg(test)]

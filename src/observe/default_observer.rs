@@ -31,12 +31,16 @@ fn shared_log() -> Option<&'static dyn Observer> {
 
 /// Logs that the environment variable of Redis's URL is not set: its name may be misspelled.
 pub(crate) fn log_unset(variable: &str) {
-    #[cfg(feature = "tracing")]
-    tracing::info!(
-        "the environment variable {variable} is not set: without a URL, limits are counted in this process only"
+    static PRINTED: Once = Once::new();
+    let problem = format!(
+        "the environment variable {variable} is not set, so limits are counted in this process only: set {variable}=local if that \
+         is intended, or use `require_env` instead of `from_env` to fail"
     );
-    #[cfg(not(feature = "tracing"))]
-    let _ = variable;
+    #[cfg(feature = "tracing")]
+    if tracing::dispatcher::has_been_set() {
+        return tracing::warn!("{problem}");
+    }
+    print_once(&PRINTED, format_args!("{problem}"));
 }
 
 impl Observer for DefaultObserver {
@@ -68,6 +72,12 @@ impl Observer for DefaultObserver {
                 &PRINTED,
                 format_args!("rate limiting is misconfigured: {}", event.problem),
             ),
+        }
+    }
+
+    fn suspected(&self, event: &event::Suspected<'_>) {
+        if let Some(log) = shared_log() {
+            log.suspected(event);
         }
     }
 

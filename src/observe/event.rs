@@ -148,6 +148,26 @@ impl<'a> Misconfigured<'a> {
     }
 }
 
+/// Rate limiting may be misconfigured.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Suspected<'a> {
+    /// The problem and its fix, or when to ignore it.
+    pub problem: &'a str,
+}
+
+impl<'a> Suspected<'a> {
+    /// Creates an event.
+    pub const fn new(problem: &'a str) -> Self {
+        Self { problem }
+    }
+
+    /// Returns the [code](crate::guide::pitfalls#error-codes) at the end of the problem, as [`Misconfigured::code`] does.
+    pub fn code(&self) -> Option<&'static str> {
+        mistakes::code(self.problem)
+    }
+}
+
 /// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback
 /// decides.
 #[derive(Debug, Clone, Copy)]

@@ -2,20 +2,32 @@
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::{Observer, event, or_log};
+use crate::util::instant;
 
-/// Reports, once, if none of the first 1,000 requests has what a layer reads.
+/// Reports, once, if none of the first 1,000 requests has what a layer reads. Any client can send these requests, so this is
+/// only [suspected](Observer::suspected).
 #[derive(Default)]
 pub(crate) struct Misses {
     observer: OnceLock<Arc<dyn Observer>>,
-    /// Number of requests without it. [`Misses::REPORT_AT`] ends the count.
+    /// Number of requests without it, up to [`Misses::REPORT_AT`], or [`ENDED`].
     count: AtomicU32,
+    /// Time of the first request without it.
+    since: OnceLock<Instant>,
 }
+
+/// Ends the count.
+const ENDED: u32 = u32::MAX;
 
 impl Misses {
     /// Number of requests without it at which the problem is reported.
     pub(crate) const REPORT_AT: u32 = 1_000;
+    /// Time after which the problem [lasts](Self::lasts), if no request has ended the count.
+    pub(crate) const LASTS_AFTER: Duration = Duration::from_secs(600);
 
     /// Keeps the first observer.
     pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -26,22 +38,58 @@ impl Misses {
         self.observer.get()
     }
 
+    /// Returns `true` until the count ends.
+    #[inline]
+    pub(crate) fn is_open(&self) -> bool {
+        self.count.load(Relaxed) < Self::REPORT_AT
+    }
+
     /// Ends the count, since a request includes what the layer reads.
     #[inline]
     pub(crate) fn found(&self) {
-        if self.count.load(Relaxed) < Self::REPORT_AT {
-            self.count.store(Self::REPORT_AT, Relaxed);
+        if self.count.load(Relaxed) != ENDED {
+            self.count.store(ENDED, Relaxed);
         }
     }
 
     /// Counts a request without it.
     #[inline]
     pub(crate) fn missed(&self, problem: impl FnOnce() -> String) {
-        if self.count.load(Relaxed) < Self::REPORT_AT
-            && self.count.fetch_add(1, Relaxed) + 1 == Self::REPORT_AT
-        {
+        if self.count.load(Relaxed) < Self::REPORT_AT && self.add() == Self::REPORT_AT {
+            self.suspect(&problem());
+        }
+    }
+
+    /// Returns the new count, or 0 if another request has ended it.
+    fn add(&self) -> u32 {
+        let next = |count| (count < Self::REPORT_AT).then_some(count + 1);
+        let former = self.count.fetch_update(Relaxed, Relaxed, next);
+        if former == Ok(0) {
+            let _ = self.since.set(instant());
+        }
+        former.map_or(0, |former| former + 1)
+    }
+
+    /// Reports, once, as misconfigured that no request has had it for ten minutes, after the report of the first 1,000. Call
+    /// it for a request without it.
+    #[inline]
+    pub(crate) fn lasts(&self, problem: impl FnOnce() -> String) {
+        if self.count.load(Relaxed) == Self::REPORT_AT && self.ends() {
             self.report(&problem());
         }
+    }
+
+    /// Ends the count after ten minutes. Returns `true` for one request.
+    fn ends(&self) -> bool {
+        let is_over = |since: &Instant| instant() - *since >= Self::LASTS_AFTER;
+        let end = |count| (count == Self::REPORT_AT).then_some(ENDED);
+        self.since.get().is_some_and(is_over)
+            && self.count.fetch_update(Relaxed, Relaxed, end).is_ok()
+    }
+
+    #[cold]
+    pub(crate) fn suspect(&self, problem: &str) {
+        or_log(self.observer()).suspected(&event::Suspected::new(problem));
     }
 
     #[cold]

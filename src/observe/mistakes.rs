@@ -33,6 +33,11 @@ mistakes! {
     RUNTIME_LATE = "runtime-late",
     OTHER_FALLBACK = "other-fallback",
     NARROW_NETWORK = "narrow-network",
+    CALLER_FORM = "caller-form",
+    NO_ROUTE = "no-route",
+    DENIED_WITH_SUCCESS = "denied-with-success",
+    CALL_WITHOUT_READY = "call-without-ready",
+    SMALL_SHARE = "small-share",
 }
 
 /// Returns the code that a message ends with.

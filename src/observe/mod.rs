@@ -27,7 +27,7 @@ pub use self::tracing::TracingObserver;
 ///
 /// Without an observer, the feature `tracing` logs problems as a `TracingObserver` does:
 /// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
-/// [`misconfigured`](Self::misconfigured), [`failed`](Self::failed) once a minute for each kind
+/// [`misconfigured`](Self::misconfigured), [`suspected`](Self::suspected), [`failed`](Self::failed) once a minute for each kind
 /// of error, the number of requests without a key once a minute, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
 /// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
 ///
@@ -85,6 +85,12 @@ pub trait Observer: Send + Sync + 'static {
     /// policy is leased without effect, or the Redis user lacks a right. Each layer and store
     /// reports this at most once a minute.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        let _ = event;
+    }
+
+    /// Rate limiting may be misconfigured: the application may intend it, or clients may cause it, so
+    /// it is no reason for an alert. Each layer and store reports a problem once.
+    fn suspected(&self, event: &event::Suspected<'_>) {
         let _ = event;
     }
 
@@ -150,6 +156,10 @@ macro_rules! forward {
 
         fn misconfigured(&$self, event: &event::Misconfigured<'_>) {
             $($observer.misconfigured(event);)+
+        }
+
+        fn suspected(&$self, event: &event::Suspected<'_>) {
+            $($observer.suspected(event);)+
         }
 
         fn degraded(&$self, event: &event::Degraded<'_>) {

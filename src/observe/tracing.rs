@@ -22,6 +22,7 @@ use crate::limit::{Key, Policy};
 /// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
 /// | the [runtime was late](Observer::runtime_late): `longest`, `checks` | warn | immediately, then once a minute |
 /// | rate limiting is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
+/// | rate limiting [may be misconfigured](Observer::suspected) | info | once per layer |
 /// | a [`Fallback`](crate::Fallback) decides locally: `kind`, `error`, `share` | warn | immediately, then once a minute with `after` and `checks` |
 /// | a [`Fallback`](crate::Fallback) has recovered: `after`, `checks`, `granted`, `charged`, `dropped` | info | each time |
 /// | a [`Fallback`](crate::Fallback) has reconciled: `charged`, `dropped` | info | each time |
@@ -256,6 +257,10 @@ impl Observer for TracingObserver {
 
     fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {
         error!(problem, "rate limiting is misconfigured");
+    }
+
+    fn suspected(&self, &event::Suspected { problem }: &event::Suspected<'_>) {
+        info!(problem, "rate limiting may be misconfigured");
     }
 
     fn degraded(&self, event: &event::Degraded<'_>) {

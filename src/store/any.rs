@@ -20,7 +20,7 @@ use crate::observe::Observer;
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
 ///
-/// Redis if `REDIS_URL` is set, as in production, and otherwise this process:
+/// Redis if `REDIS_URL` is set, as in production, and otherwise this process, with a warning in the log:
 ///
 /// ```
 /// use tower_redis_ratelimit::store::AnyStore;
@@ -82,9 +82,9 @@ impl AnyStore {
         })
     }
 
-    /// Uses Redis with a local fallback if this environment variable holds the URL of a Redis;
-    /// otherwise counts locally, and logs that at the level `INFO` with the feature `tracing`. The other settings have their
-    /// defaults.
+    /// Uses Redis with a local fallback if this environment variable holds the URL of a Redis. The value `local` selects a
+    /// [local](Self::local) store. So does a variable that is not set, with a warning in the log, since its name may be
+    /// misspelled. The other settings have their defaults.
     ///
     /// # Errors
     ///
@@ -93,6 +93,15 @@ impl AnyStore {
     /// separately.
     pub fn from_env(variable: &str) -> Result<Self, StoreError> {
         Self::from_config(&StoreConfig::from_env(variable)?)
+    }
+
+    /// Like [`from_env`](Self::from_env), for a variable that must be set, as in production.
+    ///
+    /// # Errors
+    ///
+    /// As [`from_env`](Self::from_env), and if the variable is not set.
+    pub fn require_env(variable: &str) -> Result<Self, StoreError> {
+        Self::from_config(&StoreConfig::require_env(variable)?)
     }
 
     /// Creates a local store with the default settings.
@@ -132,15 +141,6 @@ impl AnyStore {
         match self {
             Self::Fallback(store) => store.instances(),
             Self::Redis(_) | Self::Local(_) => Instances::new(|| NonZeroU32::MIN),
-        }
-    }
-
-    /// Returns `true` if Redis should decide, but the fallback does: for health checks. See
-    /// [`Fallback::is_degraded`].
-    pub fn is_degraded(&self) -> bool {
-        match self {
-            Self::Fallback(store) => store.is_degraded(),
-            Self::Redis(_) | Self::Local(_) => false,
         }
     }
 }

@@ -3,7 +3,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Waiters;
+use super::{Health, Waiters};
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 use crate::observe::Observer;
@@ -79,6 +79,11 @@ pub(crate) trait Hooks {
     /// its reconciliation on this runtime if that of the last one has shut down.
     fn unreconciled(&self) -> Unreconciled {
         Unreconciled::default()
+    }
+
+    /// See [`Store::health`](super::Store::health).
+    fn health(&self) -> Health {
+        Health::Ok
     }
 
     /// Reports an error that no check returned to the observer.
@@ -194,6 +199,11 @@ impl<'a, F> Backend<'a, F> {
         self.hooks.unreconciled()
     }
 
+    /// See [`Hooks::health`].
+    pub(crate) fn health(self) -> Health {
+        self.hooks.health()
+    }
+
     /// See [`Hooks::failed`].
     pub(crate) fn failed(self, error: &StoreError) {
         self.hooks.failed(error);
@@ -288,6 +298,10 @@ mod tests {
             Some(Duration::from_millis(70))
         }
 
+        fn health(&self) -> Health {
+            Health::Failing
+        }
+
         fn observe(&self, _: &Arc<dyn Observer>) {
             lock(&self.0).push("observe");
         }
@@ -316,6 +330,7 @@ mod tests {
             Some("10.0.0.1:6379")
         );
         assert_eq!(backend.deadline(), Some(Duration::from_millis(70)));
+        assert_eq!(backend.health(), Health::Failing);
         backend.warm(&Key::GLOBAL, &decision);
         backend.observe(&(Arc::new(()) as Arc<dyn Observer>));
         assert_eq!(std::mem::take(&mut *lock(&hooked.0)), ["warm", "observe"]);

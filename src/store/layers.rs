@@ -1,35 +1,42 @@
-//! The quotas of the layers over one store, to report a count with two limits.
+//! The quotas of the layers and limiters over one store, to report a count with two limits.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 
 use super::Waiters;
 use crate::limit::{Policies, Policy, Quota};
 use crate::util::lock;
 
-/// The number of layers with each quota, by the identity of the policy. Policies of one identity share their counts.
+/// By the identity of a policy: policies of one identity share their counts.
 #[derive(Default)]
-pub(super) struct LayerQuotas(Mutex<HashMap<u64, HashMap<Quota, usize>>>);
+pub(super) struct LayerQuotas {
+    /// The number of layers and limiters with each quota.
+    quotas: Mutex<HashMap<u64, HashMap<Quota, usize>>>,
+    /// The policies with two quotas that were reported. A service may make many limiters, as one for each request.
+    reported: Mutex<HashSet<u64>>,
+}
 
-/// A layer with fixed policies over a store, until it is dropped.
+/// A layer or limiter with fixed policies over a store, until it is dropped.
 pub(crate) struct ListedLayer {
     store: Waiters,
     policies: Policies,
 }
 
 impl Waiters {
-    /// Lists a layer over the store of these waiters. Also returns a policy of this layer with which another layer sets
-    /// another limit for one count, and that limit.
+    /// Lists a layer or limiter over the store of these waiters. Also returns, once, a policy with which another one sets
+    /// another limit for the same count, and that limit.
     pub(crate) fn list_layer(&self, policies: Policies) -> (ListedLayer, Option<(Policy, Quota)>) {
         let mut other = None;
         {
-            let mut layers = lock(&self.layers().0);
+            let mut layers = lock(&self.layers().quotas);
             for policy in &policies {
                 let quotas = layers.entry(policy.id()).or_default();
-                if other.is_none() {
-                    let different = quotas.keys().find(|quota| **quota != policy.quota());
-                    other = different.map(|quota| (policy.clone(), *quota));
+                let different = quotas.keys().find(|quota| **quota != policy.quota());
+                if let Some(different) = different
+                    && lock(&self.layers().reported).insert(policy.id())
+                {
+                    other = Some((policy.clone(), *different));
                 }
                 *quotas.entry(policy.quota()).or_default() += 1;
             }
@@ -44,7 +51,7 @@ impl Waiters {
 
 impl Drop for ListedLayer {
     fn drop(&mut self) {
-        let mut layers = lock(&self.store.layers().0);
+        let mut layers = lock(&self.store.layers().quotas);
         for policy in &self.policies {
             let Entry::Occupied(mut of_policy) = layers.entry(policy.id()) else {
                 continue;
@@ -81,13 +88,26 @@ mod tests {
         assert!(other.is_none());
         let (same, other) = list(window("a", "5/m").into());
         assert!(other.is_none());
+        drop(one);
         let both = Policies::new([window("b", "5/m"), window("a", "6/m")]).unwrap();
         let (two, other) = list(both);
-        assert_eq!(other, Some((window("a", "6/m"), "5/m".parse().unwrap())));
-        drop((one, two));
-        assert!(list(window("a", "7/m").into()).1.is_some(), "one is left");
-        drop(same);
-        assert!(list(window("a", "7/m").into()).1.is_none());
-        assert!(lock(&store.layers().0).is_empty());
+        assert_eq!(
+            other,
+            Some((window("a", "6/m"), "5/m".parse().unwrap())),
+            "one is left"
+        );
+        let (three, other) = list(window("a", "7/m").into());
+        assert!(other.is_none(), "it is reported once");
+        let (four, other) = list(window("b", "4/m").into());
+        assert!(other.is_some(), "another policy");
+        drop((same, two, three, four));
+        assert!(lock(&store.layers().quotas).is_empty());
+    }
+
+    #[test]
+    fn a_layer_that_is_gone_is_no_other() {
+        let store = Waiters::default();
+        drop(store.list_layer(window("a", "5/m").into()));
+        assert!(store.list_layer(window("a", "6/m").into()).1.is_none());
     }
 }

@@ -23,6 +23,9 @@ use crate::util::{Clock, lock};
 /// microsecond. Use it alone for a single instance; in a [`Fallback`](crate::Fallback) it takes
 /// over while Redis is down.
 ///
+/// Make one store and clone it: clones share their counts, and a second `LocalStore::default()` has its own, so that two
+/// layers with one policy would allow twice its limit.
+///
 /// ```
 /// use std::num::NonZeroUsize;
 /// use tower_redis_ratelimit::check::Check;
@@ -55,8 +58,6 @@ use crate::util::{Clock, lock};
 /// caller that has used at least as large a share is kept. If the store is full of callers that
 /// have used up their limits, new keys replace each other in a small percentage of the entries,
 /// where the one with the highest usage is usually kept.
-///
-/// Clones share their counts.
 #[derive(Clone)]
 pub struct LocalStore {
     shared: Arc<Shared>,

@@ -4,7 +4,8 @@ use std::mem;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Answer, Store};
+use super::health::LastOutcome;
+use super::{Answer, Backend, Health, Hooks, Store};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Source, Verdict};
 use crate::util::lock;
@@ -13,7 +14,7 @@ use crate::util::lock;
 ///
 /// It counts nothing. It allows every check until another reply is set, which then applies to all
 /// checks. The source of its decisions is [`Source::Other`] `"mock"`. Clones share the reply. In a
-/// [`Fallback`](crate::Fallback), its failures are an outage.
+/// [`Fallback`](crate::Fallback), its failures are an outage; alone, it is then [failing](Health::Failing).
 ///
 /// ```
 /// use std::time::Duration;
@@ -47,6 +48,7 @@ pub struct MockStore {
 struct Shared {
     answer: Arc<Answerer>,
     asked: Vec<Check>,
+    last: LastOutcome,
 }
 
 type Answerer = dyn Fn(&Check) -> Result<Decision, StoreError> + Send + Sync;
@@ -66,6 +68,7 @@ impl MockStore {
             shared: Arc::new(Mutex::new(Shared {
                 answer: Arc::new(allowed),
                 asked: vec![],
+                last: LastOutcome::default(),
             })),
         }
     }
@@ -116,7 +119,19 @@ impl Store for MockStore {
         shared.asked.push(check.clone());
         // Unlock first: the closure may call the store again.
         drop(shared);
-        Answer::ready(answer(&check))
+        let answer = answer(&check);
+        lock(&self.shared).last.record(&answer);
+        Answer::ready(answer)
+    }
+
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::new(self)
+    }
+}
+
+impl Hooks for MockStore {
+    fn health(&self) -> Health {
+        lock(&self.shared).last.health()
     }
 }
 

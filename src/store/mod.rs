@@ -13,6 +13,7 @@ mod definitions;
 mod fallback;
 mod flush;
 mod freed;
+mod health;
 mod instances;
 mod layers;
 mod local;
@@ -36,6 +37,7 @@ pub use any::{AnyStore, AnyStoreFuture};
 pub use backend::Backend;
 pub use config::{ShareConfig, StoreConfig, StoreKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
+pub use health::Health;
 pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
@@ -120,6 +122,37 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// another one returns the hooks of the inner store.
     fn backend(&self) -> Backend<'_, Self::Future> {
         Backend::default()
+    }
+
+    /// Returns how checks are decided at the moment, for a health check of the service: as intended, by a [`Fallback`] while
+    /// its primary store cannot, or not at all.
+    ///
+    /// A [`RedisStore`] is [failing](Health::Failing) from a failed check until Redis decides another. Errors that
+    /// [concern one check](StoreError::is_check_only) and a full queue are no evidence once Redis has decided a check.
+    /// A [`Fallback`] is [local](Health::Local) while the breaker of any partition is open, as
+    /// [`is_degraded`](Fallback::is_degraded) says. Without requests, neither notices an outage: a
+    /// [peek](crate::Limiter::peek) finds out, and charges nothing.
+    ///
+    /// A service in an outage may well be ready: with a fallback it limits, and without one the layer decides by
+    /// [`OnError`](crate::reject::OnError). Restarting it does not help.
+    ///
+    /// The default uses the hooks of [`backend`](Self::backend), and is [`Ok`](Health::Ok) without.
+    ///
+    /// ```
+    /// use axum::{Router, http::StatusCode, routing::get};
+    /// use tower_redis_ratelimit::store::{AnyStore, Health, Store};
+    ///
+    /// let store = AnyStore::from_env("REDIS_URL")?;
+    /// let health = async move || match store.health() {
+    ///     Health::Failing => (StatusCode::SERVICE_UNAVAILABLE, "failing"),
+    ///     health => (StatusCode::OK, health.as_str()),
+    /// };
+    /// let app: Router = Router::new().route("/health", get(health));
+    /// # let _ = app;
+    /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
+    /// ```
+    fn health(&self) -> Health {
+        self.backend().health()
     }
 
     /// Waits until this process owes the store nothing: until the store has replied to the queued and unanswered charges,

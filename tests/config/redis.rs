@@ -8,8 +8,8 @@ use allocation_counter::measure;
 use tokio::runtime;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig, StoreKind};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Health, Store, StoreConfig, StoreKind};
+use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy, until};
 
@@ -57,7 +57,7 @@ async fn instances_share_the_count_of_one_redis() {
 }
 
 #[tokio::test]
-async fn only_a_fallback_is_degraded() {
+async fn the_health_names_who_decides() {
     let policies = policy(Strategy::Gcra, "1000/d");
     let take = async |store: &AnyStore| {
         store
@@ -69,10 +69,12 @@ async fn only_a_fallback_is_degraded() {
         AnyStore::from(redis()),
         AnyStore::local(),
     );
-    assert!(!fallback.is_degraded());
-    until("the fallback is degraded", async || {
+    for store in [&fallback, &redis, &local] {
+        assert_eq!(store.health(), Health::Ok, "no check yet");
+    }
+    until("the fallback decides", async || {
         assert_eq!(take(&fallback).await.unwrap().source(), Source::Local);
-        fallback.is_degraded()
+        fallback.health() == Health::Local
     })
     .await;
     for _ in 0..5 {
@@ -82,7 +84,30 @@ async fn only_a_fallback_is_degraded() {
         );
         assert_eq!(take(&local).await.unwrap().source(), Source::Local);
     }
-    assert!(!redis.is_degraded() && !local.is_degraded());
+    let stores = [redis.clone(), local].map(Leased::new);
+    assert_eq!(
+        stores.map(|store| store.health()),
+        [Health::Failing, Health::Ok],
+        "clones and wrappers agree"
+    );
+}
+
+#[tokio::test]
+async fn a_store_is_failing_until_redis_decides() {
+    let mut server = RedisServer::start();
+    let policies = policy(Strategy::Gcra, "1/d");
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let take = async |name: &str| store.check(Check::take(Key::new(name), &policies, 1)).await;
+    assert!(take("ann").await.unwrap().is_allowed());
+    assert!(!take("ann").await.unwrap().is_allowed());
+    server.kill();
+    until("a check fails", async || take("bob").await.is_err()).await;
+    assert_eq!(store.health(), Health::Failing);
+    assert_eq!(take("ann").await.unwrap().source(), Source::Cached);
+    assert_eq!(store.health(), Health::Failing, "Redis did not decide that");
+    server.restart();
+    until("a check succeeds", async || take("bob").await.is_ok()).await;
+    assert_eq!(store.health(), Health::Ok);
 }
 
 /// An observer set on the store reaches the store that it contains.

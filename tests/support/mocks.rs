@@ -262,4 +262,11 @@ impl Observer for Problems {
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         self.0.lock().unwrap().push(event.problem.to_owned());
     }
+
+    fn suspected(&self, event: &event::Suspected<'_>) {
+        self.0
+            .lock()
+            .unwrap()
+            .push(format!("suspected: {}", event.problem));
+    }
 }

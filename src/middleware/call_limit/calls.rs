@@ -54,7 +54,7 @@ where
         request
     }
 
-    fn refuse(&self, _: &R, refusal: Refusal) -> Result<T::Response, BoxError> {
+    fn refuse(&self, _: &Notifier, _: &R, refusal: Refusal) -> Result<T::Response, BoxError> {
         Err(refusal.into())
     }
 

@@ -3,7 +3,7 @@ use http::{HeaderName, HeaderValue};
 
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::Key;
+use crate::limit::{Key, KeyForms};
 
 /// Counts by the value of a header, such as an API key.
 ///
@@ -131,6 +131,14 @@ impl KeyExtractor for HeaderKey {
                 })
             }
             Some(value) => Ok(self.key_of(value)),
+        }
+    }
+
+    fn forms(&self) -> KeyForms {
+        if self.secret {
+            KeyForms::HASH
+        } else {
+            KeyForms::CLEAR.and(KeyForms::HASH)
         }
     }
 }

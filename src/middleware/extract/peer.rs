@@ -10,7 +10,7 @@ use http::header::FORWARDED;
 use http::request::Parts;
 
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::Key;
+use crate::limit::{Key, KeyForms};
 use crate::observe::mistakes::{NO_PEER_ADDRESS, UNKNOWN_PROXY};
 use crate::observe::{Observer, event, or_log};
 use crate::util::lock;
@@ -65,6 +65,10 @@ impl KeyExtractor for PeerIp {
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
         UNKNOWN_PROXIES.observe(observer);
+    }
+
+    fn forms(&self) -> KeyForms {
+        KeyForms::ADDRESS
     }
 }
 

@@ -5,7 +5,7 @@ use http::Method;
 use http::request::Parts;
 
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::Key;
+use crate::limit::{Key, KeyForms};
 
 /// Counts by the template of the matched axum route, such as `/users/{id}`: all ids together.
 ///
@@ -45,6 +45,14 @@ impl KeyExtractor for MatchedRoute {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         Ok(template(request).map_or(Key::NO_ROUTE, Key::new))
     }
+
+    fn forms(&self) -> KeyForms {
+        KeyForms::CLEAR.and(KeyForms::HASH).and(KeyForms::NO_ROUTE)
+    }
+
+    fn has_route(&self, request: &Parts) -> Option<bool> {
+        Some(template(request).is_some())
+    }
 }
 
 /// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
@@ -61,6 +69,14 @@ impl KeyExtractor for MatchedEndpoint {
         let endpoint =
             |template| Key::tuple(&[Key::new(method(&request.method)), Key::new(template)]);
         Ok(template(request).map_or(Key::NO_ROUTE, endpoint))
+    }
+
+    fn forms(&self) -> KeyForms {
+        KeyForms::TUPLE.and(KeyForms::HASH).and(KeyForms::NO_ROUTE)
+    }
+
+    fn has_route(&self, request: &Parts) -> Option<bool> {
+        Some(template(request).is_some())
     }
 }
 

@@ -42,7 +42,12 @@ pub trait Serve<T: Service<Req>, Req>: Protocol {
 
     /// Answers a refused request.
     #[doc(hidden)]
-    fn refuse(&self, head: &Self::Head, refusal: Refusal) -> Result<T::Response, Self::Error>;
+    fn refuse(
+        &self,
+        notifier: &Notifier,
+        head: &Self::Head,
+        refusal: Refusal,
+    ) -> Result<T::Response, Self::Error>;
 
     /// Settles the grant by the inner service's result, unless its cost depends on the response's
     /// body. Annotates an HTTP response.

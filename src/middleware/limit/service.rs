@@ -195,7 +195,7 @@ where
 {
     fn refused(config: &Config<S, P>, head: &P::Head, refusal: Refusal) -> Self {
         Self::Answered {
-            result: Some(config.protocol.refuse(head, refusal)),
+            result: Some(config.protocol.refuse(&config.gate.notifier, head, refusal)),
             grant: Grant::default(),
         }
     }

@@ -31,6 +31,13 @@ pub(super) struct AnswerSettings {
     pub(super) headers: Headers,
     /// Whether the response to a request that passes has the decision in its extensions.
     pub(super) shows_decision: bool,
+    /// Whether denials may have a status of success.
+    pub(super) denies_with_success: bool,
+}
+
+/// A response over gRPC has a `grpc-status`, and the HTTP status 200.
+fn is_of_grpc<B>(response: &Response<B>) -> bool {
+    response.headers().contains_key("grpc-status")
 }
 
 /// Settles and annotates a response.
@@ -76,6 +83,7 @@ where
         let AnswerSettings {
             headers,
             shows_decision,
+            ..
         } = self.answer;
         let mut is_annotated = shows_decision || headers != Headers::NONE;
         if let Some(charge) = grant.charge() {
@@ -102,11 +110,20 @@ where
         Request::from_parts(head, body)
     }
 
-    fn refuse(&self, head: &Parts, refusal: Refusal) -> Result<Response<ResBody>, T::Error> {
+    fn refuse(
+        &self,
+        notifier: &Notifier,
+        head: &Parts,
+        refusal: Refusal,
+    ) -> Result<Response<ResBody>, T::Error> {
         let respond = |reason| self.reject.reject(Rejection::new(reason, head));
         Ok(match refusal {
             Refusal::Denied(decision) => {
                 let mut response = respond(Reason::Denied(&decision));
+                let is_success = response.status().is_success();
+                if is_success && !self.answer.denies_with_success && !is_of_grpc(&response) {
+                    notifier.denied_with_success(response.status());
+                }
                 self.answer.headers.annotate(decision, &mut response, true);
                 response
             }
@@ -135,6 +152,7 @@ where
             let AnswerSettings {
                 headers,
                 shows_decision,
+                ..
             } = noted.answer;
             headers.annotate(decision, &mut response, shows_decision);
         }

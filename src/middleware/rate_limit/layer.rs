@@ -140,6 +140,14 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.reject(reject)
     }
 
+    /// Lets the responses to denials have a status of success, as in JSON-RPC, where the body tells the error. Otherwise the
+    /// first such response of [`reject_with`](Self::reject_with) or [`reject`](Self::reject) is reported as
+    /// [misconfigured](crate::observe::Observer::misconfigured), except for one over gRPC, which has a `grpc-status`.
+    #[must_use]
+    pub fn denied_with_success(self) -> Self {
+        self.change(|config| config.protocol.answer.denies_with_success = true)
+    }
+
     /// Sets which header fields report a decision to clients. Defaults to [`Headers::DRAFT_11`]: `RateLimit` and
     /// `RateLimit-Policy`.
     ///

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use arc_swap::ArcSwap;
 
 use crate::gate::PolicySelector;
-use crate::limit::{Key, Policies};
+use crate::limit::{Key, KeyForms, Policies};
 use crate::observe::Observer;
 
 /// Policies that are replaced while the service runs.
@@ -76,6 +76,10 @@ impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
             selector.fixed()
         });
         fixed.clone().or_else(|| selector.policies(request, key))
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        self.0.held.load().selector.caller_without(forms)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -10,7 +10,7 @@ use matchit::Router;
 
 use crate::error::{ConfigError, redacted};
 use crate::gate::{PolicySelector, Selector};
-use crate::limit::{Key, Policies};
+use crate::limit::{Key, KeyForms, Policies};
 use crate::observe::Observer;
 
 /// Policies by method and path, for one layer around a whole service.
@@ -391,6 +391,13 @@ impl PolicySelector for Routes {
             (None, None) => of(&self.default),
             (limit, _) => limit,
         }
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        let selectors = self.routes.iter().map(|route| &route.selector);
+        selectors
+            .chain([&self.default])
+            .find_map(|selector| selector.caller_without(forms))
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -58,8 +58,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// - A service that is polled on another runtime than before starts waiting again.
 /// - When a runtime shuts down, the reserved turns of its waiting calls are refunded to Redis when the
 ///   throttle is used on another runtime.
-/// - If a service is called without being ready, the call is charged and proceeds without a permit.
-///   The call is not charged while more than one burst is reserved ahead.
+/// - If a service is called without being ready, the call is charged and proceeds without a permit, which is
+///   [reported](Observer::misconfigured) once. The call is not charged while more than one burst is reserved ahead.
 ///
 /// Checks on the same count without a throttle are denied while permits are taken in advance: see
 /// [`Check::take_ahead`](crate::check::Check::take_ahead).

@@ -89,11 +89,13 @@ impl Settings {
         }
     }
 
-    /// Charges a call that was made before the service was ready.
-    fn charge(&self) {
-        if let Some(policies) = self.policies() {
-            self.wait_queues.charge(self.key, &policies, 1);
+    /// Charges a call without a permit. Returns `false` if calls are unlimited.
+    fn charge(&self) -> bool {
+        let policies = self.policies();
+        if let Some(policies) = &policies {
+            self.wait_queues.charge(self.key, policies, 1);
         }
+        policies.is_some()
     }
 
     fn granted(&self, permit: Permit, since: Option<Instant>) -> State {
@@ -227,7 +229,15 @@ impl<T, W> Throttle<T, W> {
         match mem::replace(&mut self.state, State::Idle) {
             State::Ready(permit) => drop(permit.map(Permit::spend)),
             State::Refused(error, until) if !has_passed(until) => return Err(error),
-            _ => self.settings.charge(),
+            // It was ready to fail for longer than the reported wait.
+            State::Refused(..) => {
+                self.settings.charge();
+            }
+            State::Idle | State::Waiting(..) | State::Pausing(..) => {
+                if self.settings.charge() {
+                    self.settings.notifier.call_without_ready();
+                }
+            }
         }
         Ok(())
     }

@@ -233,34 +233,52 @@ settings! {
     }
 }
 
+/// The value of an environment variable that selects a store in this process.
+const LOCAL: &str = "local";
+
 impl StoreConfig {
-    /// Creates the default settings, with the URL in this environment variable if it is set. Otherwise the feature `tracing`
-    /// logs that the variable is not set.
+    /// Creates the default settings, with the URL in this environment variable. The value `local` selects a store in this
+    /// process. So does a variable that is not set, with a warning in the log, since its name may be misspelled: use
+    /// [`require_env`](Self::require_env) in production.
     ///
     /// # Errors
     ///
-    /// If the variable is empty or not Unicode. Unset it to use no Redis.
+    /// If the variable is empty or not Unicode.
     pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
         let value = env::var(variable);
         if value == Err(VarError::NotPresent) {
             log_unset(variable);
+            return Ok(Self::default());
         }
         Self::of_variable(variable, value)
+    }
+
+    /// Like [`from_env`](Self::from_env), for a variable that must be set.
+    ///
+    /// # Errors
+    ///
+    /// If the variable is not set, empty or not Unicode.
+    pub fn require_env(variable: &str) -> Result<Self, ConfigError> {
+        Self::of_variable(variable, env::var(variable))
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
         let wrong = |what: &str| {
             Err(wrong_url(format_args!(
-                "{name} is {what} (unset it for no Redis)"
+                "{name} is {what} (set {name}={LOCAL} for no Redis)"
             )))
         };
         match value {
             Ok(url) if url.trim().is_empty() => wrong("empty"),
+            Ok(word) if word.trim() == LOCAL => Ok(Self {
+                kind: StoreKind::Local,
+                ..Self::default()
+            }),
             Ok(url) => Ok(Self {
                 url: Some(url),
                 ..Self::default()
             }),
-            Err(VarError::NotPresent) => Ok(Self::default()),
+            Err(VarError::NotPresent) => wrong("not set"),
             Err(VarError::NotUnicode(_)) => wrong("not Unicode"),
         }
     }

@@ -304,15 +304,20 @@ fn debug_shows_the_address_and_no_password() {
 fn a_variable_must_hold_the_url() {
     let of = |value| StoreConfig::of_variable("REDIS_URL", value);
     assert_eq!(of(Ok(URL.to_owned())).unwrap().url.as_deref(), Some(URL));
-    assert_eq!(of(Err(VarError::NotPresent)), Ok(StoreConfig::default()));
+    let local = of(Ok("local ".to_owned())).unwrap();
+    assert_eq!((local.kind, local.url), (StoreKind::Local, None));
     for (value, problem) in [
         (
+            Err(VarError::NotPresent),
+            "REDIS_URL is not set (set REDIS_URL=local for no Redis)",
+        ),
+        (
             Ok(" ".to_owned()),
-            "REDIS_URL is empty (unset it for no Redis)",
+            "REDIS_URL is empty (set REDIS_URL=local for no Redis)",
         ),
         (
             Err(VarError::NotUnicode(OsString::new())),
-            "REDIS_URL is not Unicode (unset it for no Redis)",
+            "REDIS_URL is not Unicode (set REDIS_URL=local for no Redis)",
         ),
     ] {
         assert_eq!(of(value), Err(wrong_url(problem)));

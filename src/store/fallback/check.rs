@@ -7,12 +7,13 @@
 //! breaker does not admit it. At the deadline it counts as a failure, and then still waits for the late reply.
 
 use std::any::TypeId;
+use std::collections::HashSet;
 use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -25,11 +26,12 @@ use super::outage::Outage;
 use super::{Settings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
-use crate::observe::mistakes::OTHER_FALLBACK;
+use crate::limit::{Check, Decision, Key, Mode, Policy, Source, Verdict};
+use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
 use crate::observe::{Observer, event, or_log};
+use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
-use crate::util::{Clock, Notice, Patient, contain, patient, polled_after_completion};
+use crate::util::{Clock, Notice, Patient, contain, lock, patient, polled_after_completion};
 
 /// One partition of the primary store, or all of it, with the fallback.
 pub(super) struct Partition<P, F> {
@@ -43,6 +45,8 @@ pub(super) struct Partition<P, F> {
     pub(super) outage: Arc<Outage>,
     /// Done when a fallback that is not a [`LocalStore`] was reported.
     pub(super) other_fallback: Arc<Once>,
+    /// The policies whose share was reported as too small for a cost.
+    pub(super) small_shares: Arc<Mutex<HashSet<u64>>>,
     /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
     pub(super) abandoned: AtomicBool,
     /// The owner of the recovery task.
@@ -54,6 +58,9 @@ pub(super) struct Partition<P, F> {
 /// Number of graces of a deadline: enough for a reply to pass the tasks that read it, on a runtime whose handlers keep
 /// its threads.
 pub(super) const GRACES: u32 = 8;
+
+/// Maximum number of policies whose small share is reported.
+const MAX_SMALL_SHARES: usize = 100;
 
 /// The permission to send a check to the primary store. Its outcome is reported to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy)]
@@ -363,6 +370,31 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
+    /// Reports, once for each policy, a cost above this instance's share that the whole policy allows.
+    #[cold]
+    fn report_small_share(&self, cost: u32, denied: &Decision) {
+        let mut shares = denied.policies().iter();
+        let is_too_small =
+            |share: &&Policy| share.never_fits(cost) && !share.whole().never_fits(cost);
+        let Some(share) = shares.find(is_too_small) else {
+            return;
+        };
+        {
+            let mut reported = lock(&self.small_shares);
+            if reported.len() >= MAX_SMALL_SHARES || !reported.insert(share.whole().id()) {
+                return;
+            }
+        }
+        let (name, own) = (share.name(), share.quota().capacity());
+        let (whole, instances) = (share.whole().quota(), self.settings.share.instances());
+        let problem = format!(
+            "a request costs {cost}, and this instance's share of the policy {name:?} of {whole} is {own}, since {instances} instances \
+             share it: without the primary store, such requests are denied; lower the cost, raise the burst, or set a smaller \
+             `share`{SMALL_SHARE}"
+        );
+        self.observe(|observer| observer.misconfigured(&event::Misconfigured::new(&problem)));
+    }
+
     /// Handles a decision of the fallback, and records it in an account. `caller` is the lock under
     /// which a [`LocalStore`](crate::LocalStore) has decided; `None` for another fallback.
     ///
@@ -397,6 +429,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         let is_recorded = records && caller.record(check, &decision, now);
         drop(caller);
         self.freed(check);
+        if !decision.is_allowed() {
+            self.report_small_share(check.cost(), &decision);
+        }
         if !self.accounts.is_empty() {
             self.attend();
         }
@@ -416,11 +451,6 @@ impl<P: Store, F: Store> Partition<P, F> {
             waiters.freed(check);
         }
     }
-}
-
-/// Returns `true` if an error is evidence that the store fails. A full queue is not: the outcome of the queued checks is.
-pub(super) fn shows_failure(error: &StoreError) -> bool {
-    !error.is_check_only() && error.kind() != ErrorKind::QueueFull
 }
 
 /// Returns the cost that a decision grants, in reports. A pause is a time, which costs nothing.

@@ -67,8 +67,8 @@ use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::check::Partition;
 use super::{
-    Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, StoreError, Unreconciled,
-    Waiters, Withdraw, probe,
+    Answer, Backend, Health, Hooks, Instances, LocalStore, Observer, Store, StoreError,
+    Unreconciled, Waiters, Withdraw, probe,
 };
 use crate::background::TaskOwner;
 use crate::limit::{Check, Key};
@@ -186,6 +186,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Sets how many instances share a policy during an outage: a number, or the
     /// [`Instances`](crate::store::Instances) of an announcement. Defaults to 1: each instance grants the whole policy.
+    ///
+    /// A cost above the share is denied in an outage. The first one under each policy is reported as
+    /// [misconfigured](Observer::misconfigured), unless the whole policy does not allow it either.
     #[must_use]
     pub fn share(self, share: impl Into<Share>) -> Self {
         let share = share.into();
@@ -220,6 +223,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
         let other_fallback = Arc::new(Once::new());
+        let small_shares = Arc::default();
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let settings = Arc::new(settings);
@@ -232,6 +236,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 breaker: Breaker::new(settings.failures.get()),
                 outage: Arc::clone(&outage),
                 other_fallback: Arc::clone(&other_fallback),
+                small_shares: Arc::clone(&small_shares),
                 abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),
                 accounts: Accounts::new(Arc::clone(&free)),
@@ -266,7 +271,7 @@ impl<P, F> Fallback<P, F> {
         }
     }
 
-    /// Returns `true` if the breaker is open, so that the fallback decides: for health checks. With
+    /// Returns `true` if the breaker is open, so that the fallback decides: see [`health`](Store::health). With
     /// partitions, `true` if any breaker is open. `false` until enough checks have failed, so a service
     /// without requests does not notice an outage. A peek finds out, and charges nothing:
     ///
@@ -344,6 +349,14 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
             }
         }
         all
+    }
+
+    fn health(&self) -> Health {
+        match self.partitions[0].fallback.health() {
+            _ if !self.is_degraded() => Health::Ok,
+            Health::Failing => Health::Failing,
+            Health::Ok | Health::Local => Health::Local,
+        }
     }
 
     fn failed(&self, error: &StoreError) {

@@ -25,11 +25,12 @@ use tokio::time::sleep;
 
 use super::account::is_reply;
 use super::breaker::{Breaker, Ticket};
-use super::check::{GRACES, Partition, shows_failure};
+use super::check::{GRACES, Partition};
 use crate::background::Task;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
 use crate::observe::event;
+use crate::store::health::shows_failure;
 use crate::store::{Answer, Store, probe};
 use crate::util::{instant, jittered, patient, yield_to_others};
 

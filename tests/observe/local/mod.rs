@@ -5,22 +5,25 @@ mod log;
 #[cfg(feature = "metrics")]
 mod prometheus;
 
+use std::net::IpAddr;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
-use http::Method;
+use http::{Method, Response};
 use tokio::time::advance;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::extract::{Global, PeerIp};
+use tower_redis_ratelimit::extract::{
+    Global, HeaderKey, KeyExtractor, PeerIp, by_extension, key_fn,
+};
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::reject::{OnMissingKey, Rejection};
 use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers};
 use tower_redis_ratelimit::settle::Settlement;
-use tower_redis_ratelimit::store::RedisStoreBuilder;
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, RedisStoreBuilder, StoreError};
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer,
     RedisStore, Strategy, ThrottleLayer,
@@ -363,7 +366,7 @@ async fn a_count_with_two_limits_is_reported() {
     assert_eq!(seen.len(), 1, "{seen:?}");
     assert!(
         seen[0].starts_with(
-            "two layers have a policy \"api\", one with 100/m and one with 2/m, and they share one count per caller: give each \
+            "suspected: two layers or limiters have a policy \"api\", one with 100/m and one with 2/m, and they share one count per caller: give each \
              policy a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
         ),
         "{seen:?}"
@@ -374,6 +377,278 @@ async fn a_count_with_two_limits_is_reported() {
     assert_eq!(problems(Strategy::Gcra, ["5/m", "6/m"], one), [""; 0]);
     let two = [store, LocalStore::default()];
     assert_eq!(problems(log, ["5/m", "6/m"], two), [""; 0]);
+}
+
+/// A service may make a limiter for each request.
+#[tokio::test]
+async fn limiters_with_two_quotas_are_suspected_once() {
+    let log = |name: &str, quota: &str| {
+        let quota = quota.parse().unwrap();
+        Policy::new(name, Strategy::SlidingLog, quota).unwrap()
+    };
+    let (notes, store) = (Problems::default(), LocalStore::default());
+    let take = async |policy: Policy| {
+        let limiter = Limiter::new(store.clone(), policy).observer(notes.clone());
+        let _ = limiter.take(Key::new("ann"), 1).await.unwrap();
+        limiter
+    };
+    let mails = take(log("mails", "100/d")).await;
+    let same = take(log("mails", "100/d")).await;
+    let other = take(log("jobs", "100/d")).await;
+    assert_eq!(*notes.0.lock().unwrap(), [""; 0]);
+    for _ in 0..3 {
+        take(log("mails", "20/d")).await;
+    }
+    let seen = notes.0.lock().unwrap().clone();
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "suspected: two layers or limiters have a policy \"mails\", one with 100/d and one with 20/d, and they share one count"
+        ),
+        "{seen:?}"
+    );
+    // One that waits only.
+    let waiting = Limiter::new(store.clone(), log("jobs", "20/d")).observer(notes.clone());
+    let granted = waiting.wait(Key::new("ann"), 1, LONG).await.unwrap();
+    assert!(granted.is_allowed());
+    assert_eq!(notes.0.lock().unwrap().len(), 2);
+    drop((mails, same, other));
+}
+
+#[tokio::test]
+async fn a_denial_with_success_is_reported_once() {
+    let problems = async |status: u16, on_purpose: bool, grpc: bool| {
+        let notes = Problems::default();
+        let answer = move |_: Rejection<'_>| {
+            let response = Response::builder().status(status);
+            let response = match grpc {
+                true => response.header("grpc-status", 8),
+                false => response,
+            };
+            response.body(String::new()).unwrap()
+        };
+        let layer = layer("1/h").observer(notes.clone()).reject_with(answer);
+        let service = limited(match on_purpose {
+            true => layer.denied_with_success(),
+            false => layer,
+        });
+        for expected in [200, status, status] {
+            assert_eq!(send(&service, request("ann")).await.status(), expected);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let seen = problems(200, false, false).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("a denial has the status 200, which tells the client that its request was served: give it")
+            && report.ends_with("#denied-with-success)"),
+        "{report}"
+    );
+    assert_eq!(problems(202, false, false).await.len(), 1);
+    for (status, on_purpose, grpc) in [
+        (200, true, false),
+        (200, false, true),
+        (302, false, false),
+        (429, false, false),
+    ] {
+        assert_eq!(problems(status, on_purpose, grpc).await, [""; 0]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_without_ready_is_reported_once() {
+    let problems = async |policies: Option<Policy>, is_ready: bool, max_wait: Option<Duration>| {
+        let notes = Problems::default();
+        let store = LocalStore::default();
+        let layer = ThrottleLayer::new(store, Key::GLOBAL, policies).observer(notes.clone());
+        let hello = service_fn(async |()| Ok::<_, tower::BoxError>(()));
+        match max_wait {
+            None => {
+                let mut throttle = layer.layer(hello);
+                for _ in 0..3 {
+                    if is_ready {
+                        throttle.ready().await.unwrap();
+                    }
+                    throttle.call(()).await.unwrap();
+                }
+            }
+            Some(wait) => {
+                let mut throttle = layer.max_wait(wait).layer(hello);
+                throttle.ready().await.unwrap().call(()).await.unwrap();
+                throttle.ready().await.unwrap();
+                // It was ready to fail for longer than the wait that its error tells.
+                advance(Duration::from_secs(7_200)).await;
+                throttle.call(()).await.unwrap();
+            }
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let policy = || Some(gcra("api", "1/h"));
+    let seen = problems(policy(), false, None).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("a throttle was called before it was ready, so the call did not wait for its turn: wait for `ready()")
+            && report.ends_with("#call-without-ready)"),
+        "{report}"
+    );
+    assert_eq!(problems(policy(), true, None).await, [""; 0]);
+    assert_eq!(problems(None, false, None).await, [""; 0], "unlimited");
+    assert_eq!(problems(policy(), true, Some(LONG)).await, [""; 0]);
+}
+
+/// A share of 1 never allows a cost of 2.
+#[tokio::test]
+async fn a_share_below_a_cost_is_reported_once() {
+    let problems = async |instances: u32, costs: &[u32]| {
+        let (notes, redis) = (Problems::default(), MockStore::new());
+        let store = Fallback::new(redis.clone(), LocalStore::default()).share(instances);
+        let limits = ["api", "jobs"]
+            .map(|name| Policy::new(name, Strategy::Gcra, Quota::per_minute(100)).unwrap());
+        let limiters =
+            limits.map(|policy| Limiter::new(store.clone(), policy).observer(notes.clone()));
+        let take = async |cost| {
+            for limiter in &limiters {
+                let _ = limiter.take(Key::new("ann"), cost).await.unwrap();
+            }
+        };
+        take(2).await;
+        assert_eq!(*notes.0.lock().unwrap(), [""; 0], "Redis decides");
+        redis.fail(StoreError::new(ErrorKind::Unreachable));
+        for cost in costs {
+            take(*cost).await;
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let seen = problems(1_000, &[1, 1, 2, 5, 2]).await;
+    let [api, jobs] = &seen[..] else {
+        panic!("each policy is reported once: {seen:?}");
+    };
+    assert!(
+        api.starts_with(
+            "a request costs 2, and this instance's share of the policy \"api\" of 100/m is 1, since 1000 instances share it: without"
+        ) && api.ends_with("#small-share)"),
+        "{api}"
+    );
+    assert!(jobs.contains("the policy \"jobs\" of 100/m is 1"), "{jobs}");
+    assert_eq!(
+        problems(50, &[2, 2, 2]).await,
+        [""; 0],
+        "used up, but large enough"
+    );
+    let never: Vec<_> = problems(1_000, &[101]).await;
+    assert_eq!(never, [""; 0], "the whole policy does not allow it");
+}
+
+#[tokio::test]
+async fn a_caller_that_no_extractor_makes_is_reported() {
+    let ip = Key::ip([192, 0, 2, 7].into());
+    let of = |key: Key| Tiers::new(gcra("free", "9/m")).caller(key, gcra("own", "90/m"));
+    let network = || {
+        let tiers = Tiers::new(gcra("free", "9/m"));
+        tiers.exempt_network("10.0.0.0/8".parse().unwrap()).unwrap()
+    };
+    async fn problems(extractor: impl KeyExtractor, policies: impl PolicySelector) -> Vec<String> {
+        let notes = Problems::default();
+        let layer = RateLimitLayer::new(LocalStore::default(), extractor, policies);
+        let service = limited(layer.observer(notes.clone()));
+        for _ in 0..2 {
+            let mut request = request("ann");
+            request
+                .extensions_mut()
+                .insert(IpAddr::from([192, 0, 2, 8]));
+            assert_eq!(send(&service, request).await.status(), 200);
+        }
+        notes.0.lock().unwrap().clone()
+    }
+    let header = || HeaderKey::new("x-user").unwrap();
+    let impossible = [
+        (
+            problems(header(), of(Key::new("ann"))).await,
+            "which is one of texts in clear",
+        ),
+        (
+            problems(header(), Live::new(of(ip))).await,
+            "which is one of addresses",
+        ),
+        (
+            problems(PeerIp, Routes::new(of(Key::secret("sk-1")))).await,
+            "since the extractor makes addresses (`ip:192.0.2.7`) only",
+        ),
+        (
+            problems((PeerIp, header()), of(ip)).await,
+            "makes hashes, as of secrets (`~8c3b..`) or tuples",
+        ),
+        (
+            problems(header(), network()).await,
+            "the networks of the `Tiers` apply to nothing",
+        ),
+    ];
+    for (seen, part) in impossible {
+        let [report] = &seen[..] else {
+            panic!("it is reported once: {seen:?}");
+        };
+        assert!(
+            report.contains(part) && report.ends_with("#caller-form)"),
+            "{report}"
+        );
+    }
+    let by_user = by_extension(|_: &IpAddr| "ann");
+    for possible in [
+        problems(header(), of(header().key_of("ann"))).await,
+        problems(header().readable(), of(Key::new("ann"))).await,
+        problems(PeerIp, of(ip)).await,
+        problems(PeerIp, network()).await,
+        problems(header().or(PeerIp), of(ip)).await,
+        problems(
+            (PeerIp, header()),
+            of(Key::tuple(&[ip, Key::secret("ann")])),
+        )
+        .await,
+        // The application's code makes the key.
+        problems(by_user, of(ip)).await,
+        problems(key_fn(|_| Some(Key::GLOBAL)), of(ip)).await,
+    ] {
+        assert_eq!(possible, [""; 0]);
+    }
+}
+
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn requests_without_a_route_are_suspected() {
+    use axum::{Router, body::Body, routing::get};
+    use tower_redis_ratelimit::extract::MatchedRoute;
+
+    let problems = async |inside: bool, unmatched: usize| {
+        let notes = Problems::default();
+        let key = (Global, MatchedRoute);
+        let layer = RateLimitLayer::new(LocalStore::default(), key, gcra("api", "100000/s"));
+        let layer = layer.observer(notes.clone());
+        let app = Router::new().route("/", get(async || "hello"));
+        let app = match inside {
+            true => app.layer(layer),
+            false => Router::new().fallback_service(layer.layer(app)),
+        };
+        let first = ["/none"].repeat(unmatched);
+        for path in first.into_iter().chain(["/"]).chain(["/none"; 1_000]) {
+            let request = http::Request::get(path).body(Body::empty()).unwrap();
+            app.clone().oneshot(request).await.unwrap();
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let seen = problems(false, 0).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("suspected: none of the first 1000 requests matched a route, and all of them shared one key: add the layer")
+            && report.ends_with("#no-route)"),
+        "{report}"
+    );
+    assert_eq!(problems(true, 999).await, [""; 0], "one route is enough");
 }
 
 /// A service may make a layer for each of its customers.
@@ -463,7 +738,31 @@ async fn an_unknown_plan_is_reported() {
     }
 }
 
+/// Policies of one name share a count between plans, and so no name tells the default plan.
 #[tokio::test]
+async fn an_unlisted_default_plan_is_only_suspected() {
+    let tiers = Tiers::new(gcra("api", "9/m")).tier("pro", gcra("api", "90/m"));
+    let notes = Problems::default();
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, tiers);
+    let service = limited(layer.observer(notes.clone()));
+    for plan in ["pro", "free", "free", "Pro", "free", "prof", "Pro"] {
+        let mut request = anonymous();
+        request.extensions_mut().insert(Tier::new(plan));
+        assert_eq!(send(&service, request).await.status(), 200);
+    }
+    let seen = notes.0.lock().unwrap().clone();
+    let starts = [
+        "suspected: the plan \"free\" is not listed, and the default plan counts: list it, or ignore this if it is the default plan, \
+         as [\"pro\"] are not (unknown-tier: https://docs.rs/",
+        "the plan \"Pro\" is not listed, and the default plan counts instead: use one of [\"pro\"], or list it (unknown-tier: ",
+    ];
+    assert_eq!(seen.len(), 2, "{seen:?}");
+    for (report, start) in seen.iter().zip(starts) {
+        assert!(report.starts_with(start), "{report}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn requests_without_a_plan_are_reported_once() {
     let problems = async |tiers: Tiers, anonymous_first: usize, plan_after: bool| {
         let notes = Problems::default();
@@ -480,29 +779,41 @@ async fn requests_without_a_plan_are_reported_once() {
         for _ in 0..1_000 {
             send(&service, anonymous()).await;
         }
+        for time in [599, 1, 1, 600] {
+            advance(Duration::from_secs(time)).await;
+            send(&service, anonymous()).await;
+            notes.0.lock().unwrap().push(format!("after {time} s"));
+        }
         notes.0.lock().unwrap().clone()
     };
+    let times = ["after 599 s", "after 1 s", "after 1 s", "after 600 s"];
     let free = || Tiers::new(gcra("free", "9/m"));
     let tiers = || free().tier("pro", gcra("pro", "90/m"));
     let seen = problems(tiers(), 5, false).await;
-    let [report] = &seen[..] else {
-        panic!("it is reported once: {seen:?}");
+    let [suspected, first, report, others @ ..] = &seen[..] else {
+        panic!("it is reported: {seen:?}");
     };
     assert!(
-        report.starts_with("none of the first 1000 requests named a plan, and the default plan")
+        suspected.starts_with(
+            "suspected: none of the first 1000 requests named a plan, and the default plan"
+        ) && suspected.ends_with("#no-tier)"),
+        "any client can send these: {suspected}"
+    );
+    assert!(
+        report.starts_with("none of the requests of the first ten minutes named a plan, and")
             && report.ends_with("#no-tier)"),
         "{report}"
     );
     assert_eq!(
-        problems(tiers(), 5, true).await,
-        [""; 0],
-        "one plan shows that the order is right"
+        (first.as_str(), others),
+        (times[0], &times.map(str::to_owned)[1..])
     );
     assert_eq!(
-        problems(free(), 5, false).await,
-        [""; 0],
-        "no plan is listed"
+        problems(tiers(), 5, true).await,
+        times,
+        "one plan shows that the order is right"
     );
+    assert_eq!(problems(free(), 5, false).await, times, "no plan is listed");
 }
 
 #[tokio::test]

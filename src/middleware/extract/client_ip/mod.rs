@@ -18,7 +18,7 @@ use trust::{Trust, covers};
 use super::peer::{Peer, UNKNOWN_PROXIES};
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::Key;
+use crate::limit::{Key, KeyForms};
 use crate::observe::Observer;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
@@ -248,6 +248,10 @@ impl KeyExtractor for ClientIp {
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
         UNKNOWN_PROXIES.observe(observer);
+    }
+
+    fn forms(&self) -> KeyForms {
+        KeyForms::ADDRESS
     }
 }
 

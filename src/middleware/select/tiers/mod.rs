@@ -5,8 +5,8 @@ mod networks;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
 use ipnet::IpNet;
@@ -14,7 +14,7 @@ use ipnet::IpNet;
 use self::networks::Networks;
 use crate::error::ConfigError;
 use crate::gate::PolicySelector;
-use crate::limit::{Key, Policies};
+use crate::limit::{Key, KeyForms, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
@@ -25,9 +25,13 @@ use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
 /// A [`Tier`] in the request's extensions names the plan. An outer layer inserts it, such as the
 /// authentication. Alternatively, a [closure](Self::tier_by) returns the name. A request without a
 /// plan, or with an unlisted one, is under the policies passed to `new`. Single callers may have
-/// [overrides](Self::caller). The first unlisted plan is reported as
-/// [misconfigured](crate::observe::Observer::misconfigured), unless a policy passed to `new` has
-/// its name. So it is if none of the first 1,000 requests names a plan.
+/// [overrides](Self::caller).
+///
+/// The first unlisted plan is reported as [misconfigured](crate::observe::Observer::misconfigured), unless it is the
+/// default plan: a policy passed to `new` has its name. If a listed plan has a policy of the same name as one passed to
+/// `new`, one unlisted plan may be the default plan, so the first one is only
+/// [suspected](crate::observe::Observer::suspected). So it is if none of the first 1,000 requests names a plan, which is
+/// reported as misconfigured after ten minutes without any.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -117,6 +121,8 @@ pub struct Tiers {
 struct Unknown {
     misses: Misses,
     reported: AtomicBool,
+    /// The first unlisted plan, if it may be the default plan.
+    maybe_default: OnceLock<Box<str>>,
     narrow_reported: AtomicBool,
 }
 
@@ -179,8 +185,10 @@ impl Tiers {
     ///
     /// `key` must be the key that the layer's extractor produces. Use the extractor's `key_of`,
     /// such as [`HeaderKey::key_of`](crate::extract::HeaderKey::key_of); for a tuple of extractors,
-    /// use [`Key::tuple`] of the parts. The cost of a lookup does not depend on the number of
-    /// callers.
+    /// use [`Key::tuple`] of the parts. A key of a form that a built-in extractor never makes, such as an
+    /// address if the extractor is a [`HeaderKey`](crate::extract::HeaderKey), is
+    /// [reported](crate::observe::Observer::misconfigured) at the first request. The cost of a lookup does
+    /// not depend on the number of callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
         self.callers([(key, policies)])
@@ -308,25 +316,54 @@ impl Plans {
     }
 }
 
+impl Plans {
+    fn is_default_policy(&self, name: &str) -> bool {
+        self.default.iter().any(|policy| policy.name() == name)
+    }
+
+    /// Whether the names of the policies tell the default plan: no listed plan has a policy of the same name.
+    fn default_is_named(&self) -> bool {
+        let mut listed = self.named.values().flatten().flatten();
+        !listed.any(|policy| self.is_default_policy(policy.name()))
+    }
+}
+
 impl Unknown {
     /// Number of listed plans that are named.
     const SHOWN: usize = 10;
 
     #[cold]
     fn report(&self, name: &str, plans: &Plans) {
+        if self
+            .maybe_default
+            .get()
+            .is_some_and(|first| **first == *name)
+        {
+            return;
+        }
         // A plan with the name of a default policy is the default plan, which needs no entry.
-        let is_default = plans.default.iter().any(|policy| policy.name() == name);
-        if is_default || self.reported.swap(true, Relaxed) {
+        if plans.is_default_policy(name) {
+            return;
+        }
+        let may_be_default =
+            !plans.default_is_named() && self.maybe_default.set(name.into()).is_ok();
+        if !may_be_default && self.reported.swap(true, Relaxed) {
             return;
         }
         let mut listed: Vec<_> = plans.named.keys().collect();
         listed.sort_unstable();
         listed.truncate(Self::SHOWN);
         let name: String = name.chars().take(80).collect();
-        let problem = format!(
-            "the plan {name:?} is not listed, and the default plan counts instead: use one of {listed:?}, or list it{UNKNOWN_TIER}"
-        );
-        self.misses.report(&problem);
+        let problem = format!("the plan {name:?} is not listed, and the default plan counts");
+        if may_be_default {
+            self.misses.suspect(&format!(
+                "{problem}: list it, or ignore this if it is the default plan, as {listed:?} are not{UNKNOWN_TIER}"
+            ));
+        } else {
+            self.misses.report(&format!(
+                "{problem} instead: use one of {listed:?}, or list it{UNKNOWN_TIER}"
+            ));
+        }
     }
 
     #[cold]
@@ -344,13 +381,12 @@ impl Unknown {
     }
 }
 
-/// The problem that no request named its plan.
-fn no_tier() -> String {
+/// The problem that these requests named no plan.
+fn no_tier(requests: fmt::Arguments<'_>) -> String {
     format!(
-        "none of the first {} requests named a plan, and the default plan counted them: put the layer inside the authentication that \
+        "none of the {requests} named a plan, and the default plan counted them: put the layer inside the authentication that \
          inserts the plan (of axum's layers, the last one is the outermost), or ignore this if all of \
-         them belong to the default plan{NO_TIER}",
-        Misses::REPORT_AT
+         them belong to the default plan{NO_TIER}"
     )
 }
 
@@ -379,7 +415,11 @@ impl PolicySelector for Tiers {
             Some(_) => self.unknown.misses.found(),
             // Without plans, none is expected.
             None if plans.named.is_empty() => {}
-            None => self.unknown.misses.missed(no_tier),
+            None => {
+                let misses = &self.unknown.misses;
+                misses.lasts(|| no_tier(format_args!("requests of the first ten minutes")));
+                misses.missed(|| no_tier(format_args!("first {} requests", Misses::REPORT_AT)));
+            }
         }
         match name.and_then(|name| plans.named.get(name)) {
             Some(policies) => policies.clone(),
@@ -392,6 +432,19 @@ impl PolicySelector for Tiers {
                 Some(plans.default.clone())
             }
         }
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        let impossible = |key: &&Key| !forms.has(KeyForms::of(key));
+        let callers = self.callers.keys().filter(impossible);
+        if let Some(key) = callers.min_by_key(|key| key.as_bytes()) {
+            let form = KeyForms::of(key);
+            return Some(format!(
+                "the caller {key:?} of the `Tiers`, which is one of {form},"
+            ));
+        }
+        let is_possible = self.networks.is_empty() || forms.has(KeyForms::ADDRESS);
+        (!is_possible).then(|| "the networks of the `Tiers`".to_owned())
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

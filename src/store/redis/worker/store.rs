@@ -26,10 +26,11 @@ use crate::limit::{Check, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
+use crate::store::health::LastOutcome;
 use crate::store::redis::link::error_of;
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, Pool, Topology};
-use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw, probe};
+use crate::store::{Answer, Backend, Health, Hooks, Store, Waiters, Withdraw, probe};
 use crate::util::{contain, instant, lock};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
@@ -154,6 +155,10 @@ impl Hooks for RedisStore {
         Some(self.inner.settings.timeout)
     }
 
+    fn health(&self) -> Health {
+        self.inner.last.health()
+    }
+
     fn failed(&self, error: &StoreError) {
         self.inner.failed(error);
     }
@@ -179,6 +184,7 @@ pub(crate) struct Shared {
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
     queues: Mutex<Queues>,
+    last: LastOutcome,
     pub(crate) waiters: Waiters,
 }
 
@@ -203,6 +209,7 @@ impl Shared {
             now,
             reported: Mutex::default(),
             queues: Mutex::default(),
+            last: LastOutcome::default(),
             waiters: Waiters::default(),
         }
     }
@@ -470,6 +477,7 @@ impl Shared {
         {
             self.lacks_right(error);
         }
+        self.last.record(&verdicts);
         let queued_at = job.since;
         job.answer(|check| {
             if check.gives_room() {
@@ -483,6 +491,15 @@ impl Shared {
             }
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
+    }
+
+    /// Fails a check that was certainly not sent.
+    pub(super) fn fail_unsent(&self, job: Job, error: StoreError) {
+        let failed = Err(error.not_sent());
+        if !job.is_abandoned() {
+            self.last.record(&failed);
+        }
+        job.answer(|_| failed);
     }
 
     /// Fails a check that a worker has taken. Redis may have decided the check, so this also updates the cached

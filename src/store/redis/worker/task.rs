@@ -132,11 +132,9 @@ impl Worker {
                     Ok(()) => self.inner.topology.no_master(),
                     Err(error) => error,
                 };
-                let error = error
-                    .not_sent()
-                    .with_server(self.inner.topology.address(None));
+                let error = error.with_server(self.inner.topology.address(None));
                 for job in unplaced {
-                    job.fail(error.clone());
+                    self.inner.fail_unsent(job, error.clone());
                 }
                 self.inner.refresh(Why::Unknown);
             }
@@ -220,11 +218,9 @@ impl Worker {
             job.is_abandoned() || age > timeout && !job.check.is_in_fallback()
         };
         for job in self.batch.jobs.extract_if(.., is_late) {
-            job.fail(
-                StoreError::new(ErrorKind::Timeout)
-                    .with_server(self.inner.topology.address(node))
-                    .not_sent(),
-            );
+            let late = StoreError::new(ErrorKind::Timeout);
+            let late = late.with_server(self.inner.topology.address(node));
+            self.inner.fail_unsent(job, late);
         }
     }
 
