@@ -85,6 +85,8 @@ struct SharedQueue {
     is_busy: AtomicBool,
     /// Number of operations that a flush waits for.
     owed: Arc<AtomicUsize>,
+    /// Number of those that were given up.
+    lost: AtomicUsize,
     /// Wakes the sender.
     new_work: Notify,
     sender: TaskOwner,
@@ -156,6 +158,7 @@ impl OpQueue {
             work: Mutex::default(),
             is_busy: AtomicBool::new(false),
             owed: Arc::default(),
+            lost: AtomicUsize::new(0),
             new_work: Notify::new(),
             sender: TaskOwner::new(),
             first_runtime: OnceLock::new(),
@@ -224,6 +227,11 @@ impl OpQueue {
     pub(crate) fn owed(&self) -> usize {
         self.wake();
         self.shared.owed.load(Ordering::Acquire)
+    }
+
+    /// Returns the number of charges, refunds and releases that were given up since the queue was created.
+    pub(crate) fn lost(&self) -> usize {
+        self.shared.lost.load(Ordering::Acquire)
     }
 
     /// Clones into a new `Arc`, so that processors do not contend for its reference count.
@@ -361,6 +369,9 @@ impl SharedQueue {
     }
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
+        if op.is_owed() {
+            self.lost.fetch_add(1, Ordering::AcqRel);
+        }
         self.report(op.key(), &error);
         op.finish(Err(error));
     }
