@@ -20,7 +20,7 @@ const INTERVAL: Duration = Duration::from_millis(1);
 /// store may have no hooks.
 pub(crate) async fn flush(store: &impl Store, own: Option<&OpQueue>) -> bool {
     let since = instant();
-    // Kept until the end, since a queue whose layer is gone takes its count of lost operations with it.
+    // Kept until the end: a queue that is dropped with its layer takes its count of lost operations with it.
     let queues = match store.backend().waiters() {
         Some(waiters) => waiters.queues(),
         None => own.cloned().into_iter().collect(),

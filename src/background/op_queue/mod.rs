@@ -85,7 +85,7 @@ struct SharedQueue {
     is_busy: AtomicBool,
     /// Number of operations that a flush waits for.
     owed: Arc<AtomicUsize>,
-    /// Number of those that were given up.
+    /// Number of such operations that were given up.
     lost: AtomicUsize,
     /// Wakes the sender.
     new_work: Notify,

@@ -391,17 +391,15 @@ impl Ledger {
             } else {
                 told - refunded_about_reset - off
             };
-            if !in_doubt {
-                if told > 0 {
-                    self.checks(Rule::Exact);
-                }
-                if !(least..=told + off).contains(&used) {
-                    self.breaks(
-                        Rule::Exact,
-                        Some(caller),
-                        format!("Redis counts {used}, and {told} was charged"),
-                    );
-                }
+            if !in_doubt && told > 0 {
+                self.checks(Rule::Exact);
+            }
+            if !in_doubt && !(least..=told + off).contains(&used) {
+                self.breaks(
+                    Rule::Exact,
+                    Some(caller),
+                    format!("Redis counts {used}, and {told} was charged"),
+                );
             }
         }
         if !who.lasting || self.changed {
