@@ -143,6 +143,8 @@ const LINGER: Duration = Duration::from_millis(2);
 const MAX_FLIGHTS: usize = 1_024;
 /// Maximum number of operations that wait for room or for a retry.
 const CAPACITY: usize = 100_000;
+/// Maximum number of renewals that wait for room.
+const MAX_RENEWALS: usize = 1_024;
 /// Number of scheduled retries at which a release is dropped instead of retried.
 const MAX_RELEASE_RETRIES: usize = 10_000;
 
@@ -183,9 +185,11 @@ impl OpQueue {
         self.shared.ensure_sender();
     }
 
-    /// Returns the number of renewals that the queue takes. The rest of its capacity is for other operations.
+    /// Returns the number of renewals that the queue takes: few, so that a slow store gets the oldest ones first.
     pub(crate) fn renewal_room(&self) -> usize {
-        (CAPACITY / 2).saturating_sub(lock(&self.shared.work).waiting())
+        let work = lock(&self.shared.work);
+        let room = MAX_RENEWALS.saturating_sub(work.renewals.len());
+        room.min(CAPACITY.saturating_sub(work.waiting()))
     }
 
     /// Notifies the observer that the queue has no room for an operation of this caller.

@@ -1,4 +1,4 @@
-//! The flush of a store whose primary store fails: what it waits for, and what it reports as lost.
+//! The flush of a store whose primary store fails: its end, and its reports.
 
 use std::error::Error;
 
@@ -83,7 +83,7 @@ async fn a_flush_waits_a_second_at_most() {
     assert_eq!(unflushed.take(), [text(2, 0)]);
 }
 
-/// Single checks fail, and the breaker stays closed: their grants are charged to the primary store meanwhile.
+/// Single checks fail, and the breaker stays closed: their grants are charged to the primary store in the background.
 #[tokio::test(start_paused = true)]
 async fn a_flush_waits_for_the_reconciliation() {
     let (store, primary, reconciled) = pair(1);
