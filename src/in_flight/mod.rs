@@ -68,7 +68,7 @@ pub(crate) struct Slot {
 
 /// Interval at which the task renews the slots that are due. Shorter than a third of any TTL.
 const TICK: Duration = Duration::from_millis(250);
-/// The same while the queue has no room for all of them.
+/// Interval of ticks while the queue has no room for all of them.
 const BUSY_TICK: Duration = Duration::from_millis(5);
 
 impl InFlightTracker {

@@ -804,7 +804,7 @@ async fn a_slow_store_keeps_what_it_can_renew() {
     assert_eq!(full.0.load(Ordering::SeqCst), 0);
 }
 
-/// The oldest slots are renewed first, so the store counts as many as it can renew in a TTL.
+/// The oldest slots are renewed first, so most of them stay counted.
 #[tokio::test(start_paused = true)]
 async fn too_many_slots_are_reported_once() {
     const SLOTS: u32 = 10_000;
