@@ -62,6 +62,10 @@ mod errors {
 mod fallback {
     mod redis;
 }
+#[cfg(feature = "axum")]
+mod flush {
+    mod redis;
+}
 mod ids {
     mod redis;
 }

@@ -8,6 +8,7 @@ use axum::{Router, body::Body, http::Request, routing::post};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::settle::{ReserveError, Settlement};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
     ConfigError, Key, Limiter, LocalStore, Policy, RateLimitLayer, Strategy,
 };
@@ -18,8 +19,8 @@ struct Login {
     password: String,
 }
 
-async fn login(
-    State(failures): State<Limiter<LocalStore>>,
+async fn login<S: Store>(
+    State(failures): State<Limiter<S>>,
     Json(login): Json<Login>,
 ) -> Result<StatusCode, ReserveError> {
     let user = login.user.trim().to_lowercase();
@@ -33,7 +34,7 @@ async fn login(
     Ok(StatusCode::OK)
 }
 
-fn app(store: LocalStore) -> Result<Router, ConfigError> {
+pub(crate) fn app<S: Store>(store: S) -> Result<Router, ConfigError> {
     let failures = Policy::new("login", Strategy::SlidingLog, "3 per 15m".parse()?)?;
     let by_address = Policy::new("login-address", Strategy::SlidingLog, "6/m".parse()?)?;
     let by_address = RateLimitLayer::new(store.clone(), PeerIp, by_address).settle(|response| {
@@ -43,7 +44,7 @@ fn app(store: LocalStore) -> Result<Router, ConfigError> {
         }
     });
     Ok(Router::new()
-        .route("/login", post(login).layer(by_address))
+        .route("/login", post(login::<S>).layer(by_address))
         .with_state(Limiter::new(store, failures)))
 }
 

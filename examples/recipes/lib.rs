@@ -28,6 +28,7 @@ mod login_attempts;
 mod mock_store;
 mod paused_time;
 mod plans;
+mod polite;
 mod prometheus;
 mod proxies;
 mod redis_url;

@@ -9,16 +9,17 @@ use axum::{Router, body::Body, routing::post};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::{KeyExtractor, PeerIp};
 use tower_redis_ratelimit::reject::{HttpReject, Reason};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{ConfigError, Key, Limiter, LocalStore, Policy, Strategy};
 
 #[derive(Clone)]
-struct Limits {
-    by_address: Limiter<LocalStore>,
-    by_user: Limiter<LocalStore>,
+struct Limits<S> {
+    by_address: Limiter<S>,
+    by_user: Limiter<S>,
 }
 
-async fn login(
-    State(limits): State<Limits>,
+async fn login<S: Store>(
+    State(limits): State<Limits<S>>,
     Path(user): Path<String>,
     request: Parts,
     password: String,
@@ -38,11 +39,11 @@ async fn login(
     Ok(StatusCode::OK)
 }
 
-fn app(store: LocalStore) -> Result<Router, ConfigError> {
+pub(crate) fn app<S: Store>(store: S) -> Result<Router, ConfigError> {
     let by_address = Policy::new("login-address", Strategy::SlidingLog, "20/m".parse()?)?;
     let by_user = Policy::new("login-user", Strategy::SlidingLog, "3 per 15m".parse()?)?;
     Ok(Router::new()
-        .route("/login/{user}", post(login))
+        .route("/login/{user}", post(login::<S>))
         .with_state(Limits {
             by_address: Limiter::new(store.clone(), by_address),
             by_user: Limiter::new(store, by_user),

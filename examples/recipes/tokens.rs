@@ -11,6 +11,7 @@ use futures_util::{StreamExt, stream};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::by_extension;
 use tower_redis_ratelimit::settle::{RequestCost, ReserveError};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{LocalStore, Policies, Policy, RateLimitLayer, Strategy};
 
 /// In the extensions of each request that reaches the limits.
@@ -51,7 +52,7 @@ async fn chat(cost: RequestCost, Json(question): Json<Question>) -> Result<Body,
     ))
 }
 
-fn app(store: LocalStore, policies: Policies) -> Router {
+pub(crate) fn app<S: Store>(store: S, policies: Policies) -> Router {
     let limits = RateLimitLayer::new(store, by_extension(|user: &User| user.0), policies);
     let limits = limits.cost(|_| 0).until_body_end();
     // The last layer is the outermost: the limits know the user.

@@ -11,14 +11,13 @@ use futures_util::{SinkExt, StreamExt};
 use tokio_tungstenite::{connect_async, tungstenite};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::settle::RequestCost;
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
     ConfigError, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy,
 };
 
-type Messages = Limiter<LocalStore>;
-
-async fn upgrade(
-    State(messages): State<Messages>,
+async fn upgrade<S: Store>(
+    State(messages): State<Limiter<S>>,
     cost: RequestCost,
     headers: HeaderMap,
     upgrade: WebSocketUpgrade,
@@ -29,15 +28,16 @@ async fn upgrade(
             .get("x-user")
             .map_or(&b""[..], |user| user.as_bytes()),
     );
-    upgrade.on_upgrade(move |socket| async move {
-        let _in_flight = cost;
-        let _ = echo(socket, messages, user).await;
+    upgrade.on_upgrade(move |mut socket| async move {
+        let _ = echo(&mut socket, messages, user).await;
+        // Before the socket closes, so that the client's next one is not denied.
+        drop(cost);
     })
 }
 
-async fn echo(
-    mut socket: WebSocket,
-    messages: Messages,
+async fn echo<S: Store>(
+    socket: &mut WebSocket,
+    messages: Limiter<S>,
     user: Key,
 ) -> Result<(), Box<dyn std::error::Error>> {
     while let Some(message) = socket.recv().await {
@@ -59,23 +59,22 @@ async fn echo(
     Ok(())
 }
 
-fn app() -> Result<Router, ConfigError> {
-    let store = LocalStore::default();
+pub(crate) fn app<S: Store>(store: S) -> Result<Router, ConfigError> {
     let messages = Policy::new("messages", Strategy::Gcra, Quota::per_minute(3))?;
     let sockets = Policy::in_flight("sockets", 2)?;
     let limits =
         RateLimitLayer::new(store.clone(), HeaderKey::new("x-user")?, sockets).until_body_end();
     Ok(Router::new()
-        .route("/", any(upgrade))
+        .route("/", any(upgrade::<S>))
         .layer(limits)
         .with_state(Limiter::new(store, messages)))
 }
 
-type Socket =
+pub(crate) type Socket =
     tokio_tungstenite::WebSocketStream<tokio_tungstenite::MaybeTlsStream<tokio::net::TcpStream>>;
 
 /// A socket of this user, or the status of the answer.
-async fn connect(address: SocketAddr, user: &str) -> Result<Socket, u16> {
+pub(crate) async fn connect(address: SocketAddr, user: &str) -> Result<Socket, u16> {
     use tungstenite::client::IntoClientRequest;
 
     let mut request = format!("ws://{address}/")
@@ -94,7 +93,7 @@ async fn connect(address: SocketAddr, user: &str) -> Result<Socket, u16> {
 #[tokio::test]
 async fn sockets_and_messages_are_limited() -> Result<(), Box<dyn std::error::Error>> {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
-    let (address, app) = (listener.local_addr()?, app()?);
+    let (address, app) = (listener.local_addr()?, app(LocalStore::default())?);
     tokio::spawn(async move { axum::serve(listener, app).await });
 
     let first = connect(address, "ann").await.expect("one");

@@ -45,7 +45,7 @@ struct TrackedSlots {
     by_id: HashMap<SlotId, TrackedSlot, RandomState>,
     /// The next renewal of each admitted request, by time.
     renewals: BTreeSet<(Instant, SlotId)>,
-    /// Whether some slots have expired, since the queue had no room for their renewals.
+    /// Whether some slots have expired, since the queue had no room for their renewals in time.
     are_late: bool,
 }
 
@@ -68,6 +68,8 @@ pub(crate) struct Slot {
 
 /// Interval at which the task renews the slots that are due. Shorter than a third of any TTL.
 const TICK: Duration = Duration::from_millis(250);
+/// Interval of ticks while the queue has no room for all of them.
+const BUSY_TICK: Duration = Duration::from_millis(5);
 
 impl InFlightTracker {
     /// Creates a tracker of slots in `store`. `observer` is notified of operations that its queue gives
@@ -243,18 +245,14 @@ impl SharedSlots {
         }
     }
 
-    fn tick(self: &Arc<Self>, now: Instant) {
+    /// Renews the slots that are due. Returns the time until the next tick.
+    fn tick(self: &Arc<Self>, now: Instant) -> Duration {
         let room = self.ops.renewal_room();
         let (renewals, late) = {
             let slots = &mut *lock(&self.slots);
-            let renewals = slots.due(now, room);
-            let late = if renewals.len() == room {
-                slots.newly_late(now)
-            } else {
-                None
-            };
-            (renewals, late)
+            (slots.due(now, room), slots.newly_late(now))
         };
+        let is_full = renewals.len() == room;
         if let Some(key) = late {
             self.ops.report_full(&key);
         }
@@ -269,13 +267,15 @@ impl SharedSlots {
                 }
             }));
         }
+        if is_full { BUSY_TICK } else { TICK }
     }
 }
 
 /// Renews slots for as long as there are any.
 async fn renew(shared: Weak<SharedSlots>, task: Task) {
+    let mut next = TICK;
     loop {
-        sleep(TICK).await;
+        sleep(next).await;
         let Some(shared) = shared.upgrade() else {
             return;
         };
@@ -285,6 +285,6 @@ async fn renew(shared: Weak<SharedSlots>, task: Task) {
                 return drop(task);
             }
         }
-        shared.tick(instant());
+        next = shared.tick(instant());
     }
 }

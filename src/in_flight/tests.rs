@@ -736,3 +736,99 @@ async fn an_unanswered_renewal_does_not_delay_others() {
     }
     assert!(min > 0);
 }
+
+/// Takes this many slots without delay, [`LIMIT`] for each caller.
+fn take_all(store: &FaultyStore, tracker: &InFlightTracker, count: u32) -> Vec<Slot> {
+    let take = |i| {
+        let check = Check::take(Key::from(u64::from(i / LIMIT)), &policies(), 1);
+        let mut slot = tracker.track(&check).unwrap();
+        slot.on_reply(Ok(&decide(&store.shared, check)));
+        slot
+    };
+    (0..count).map(take).collect()
+}
+
+/// Returns the number of requests that the store counts for the callers of this many slots.
+fn all_counted(store: &FaultyStore, count: u32) -> u32 {
+    let keys = (0..u64::from(count / LIMIT)).map(Key::from);
+    keys.map(|key| store.counted(key)).sum()
+}
+
+/// Counts the reports of renewals that have no room.
+#[derive(Clone, Default)]
+struct Full(Arc<AtomicUsize>);
+
+impl Observer for Full {
+    fn failed(&self, event: &event::Failed<'_>) {
+        assert_eq!(event.error.kind(), ErrorKind::QueueFull);
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn observed(store: &FaultyStore) -> (InFlightTracker, Full) {
+    let full = Full::default();
+    let observer = Arc::new(full.clone()) as Arc<dyn Observer>;
+    (InFlightTracker::new(store, Some(observer)), full)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_great_many_slots_stay_counted() {
+    const SLOTS: u32 = 150_000;
+    let store = FaultyStore::new();
+    let (tracker, full) = observed(&store);
+    let _held = take_all(&store, &tracker, SLOTS);
+    sleep(TTL + Duration::from_secs(1)).await;
+    assert_eq!(all_counted(&store, SLOTS), SLOTS);
+    assert_eq!(full.0.load(Ordering::SeqCst), 0);
+}
+
+/// A store that replies after two seconds renews 256 slots a second.
+fn slow() -> FaultyStore {
+    FaultyStore {
+        delay: || Duration::from_secs(1),
+        ..FaultyStore::new()
+    }
+}
+
+/// The slots were taken together, so all must be renewed within two thirds of their TTL.
+#[tokio::test(start_paused = true)]
+async fn a_slow_store_keeps_what_it_can_renew() {
+    const SLOTS: u32 = 4_500;
+    let store = slow();
+    let (tracker, full) = observed(&store);
+    let _held = take_all(&store, &tracker, SLOTS);
+    for _ in 0..75 {
+        sleep(Duration::from_secs(2)).await;
+        assert_eq!(all_counted(&store, SLOTS), SLOTS);
+    }
+    assert_eq!(full.0.load(Ordering::SeqCst), 0);
+}
+
+/// The oldest slots are renewed first, so most of them stay counted.
+#[tokio::test(start_paused = true)]
+async fn too_many_slots_are_reported_once() {
+    const SLOTS: u32 = 10_000;
+    let store = slow();
+    let (tracker, full) = observed(&store);
+    for _ in 0..2 {
+        let before = full.0.load(Ordering::SeqCst);
+        let mut held = take_all(&store, &tracker, SLOTS);
+        let mut lost = false;
+        for _ in 0..50 {
+            sleep(Duration::from_secs(2)).await;
+            let counted = all_counted(&store, SLOTS);
+            assert!(counted > 4_700, "{counted}");
+            let reports = full.0.load(Ordering::SeqCst) - before;
+            // The report of the first loss comes with the next tick.
+            assert!(reports == 1 || reports == 0 && !lost, "{reports} reports");
+            lost |= counted < SLOTS;
+        }
+        assert!(lost);
+        held.truncate(2_500);
+        sleep(2 * TTL).await;
+        assert_eq!(all_counted(&store, SLOTS), 2_500);
+        drop(held);
+        sleep(2 * TTL).await;
+        assert_eq!(all_counted(&store, SLOTS), 0);
+    }
+}

@@ -15,6 +15,8 @@ pub(crate) struct Log<R> {
     is_kept: bool,
     /// The first break of each rule.
     pub(super) broken: Vec<Broken<R>>,
+    /// The rules that were checked on a case that could have broken them.
+    pub(super) checked: Vec<R>,
     /// The number of breaks that are already among the lines.
     logged: usize,
 }
@@ -36,6 +38,7 @@ impl<R: Rule> Log<R> {
             count: 0,
             is_kept,
             broken: vec![],
+            checked: vec![],
             logged: 0,
         }
     }
@@ -63,6 +66,13 @@ impl<R: Rule> Log<R> {
                 caller,
                 problem,
             });
+        }
+    }
+
+    /// Records that a rule is checked on a case that may break it.
+    pub(crate) fn checks(&mut self, rule: R) {
+        if !self.checked.contains(&rule) {
+            self.checked.push(rule);
         }
     }
 

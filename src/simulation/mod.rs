@@ -41,8 +41,13 @@ use self::log::{Log, shown, verdict};
 /// Default number of seeds per test run.
 const SEEDS: u64 = 500;
 
+/// Minimum share of the seeds that must check each rule on a case that may break it, in percent.
+const MIN_CHECKED: f64 = 1.0;
+
 /// A rule that must hold.
-pub(crate) trait Rule: fmt::Debug + Copy + Ord + Send {
+pub(crate) trait Rule: fmt::Debug + Copy + Ord + Send + 'static {
+    /// All rules except [`PANIC`](Self::PANIC).
+    const ALL: &[Self];
     /// The rule that nothing panics.
     const PANIC: Self;
 }
@@ -94,7 +99,17 @@ impl<R: Rule> Simulation<R> {
             return;
         }
         let from = number("SIMULATE_FROM").unwrap_or(0);
-        let report = self.report(from..from + number("SIMULATE_SEEDS").unwrap_or(SEEDS));
+        let seeds = number("SIMULATE_SEEDS").unwrap_or(SEEDS);
+        let report = self.report(from..from + seeds);
+        for (rule, share) in report.checked(seeds) {
+            println!("{rule:?}: checked in {share:.1} % of the seeds");
+            // A few seeds need not reach all rules.
+            assert!(
+                share >= MIN_CHECKED || seeds < SEEDS,
+                "{rule:?} is checked in fewer than {MIN_CHECKED} % of the seeds: make the plans of {} reach it",
+                self.name
+            );
+        }
         let mut text = String::new();
         for (
             rule,
@@ -103,7 +118,7 @@ impl<R: Rule> Simulation<R> {
                 first,
                 shortest: (steps, seed),
             },
-        ) in &report.0
+        ) in &report.broken
         {
             let _ = writeln!(
                 text,
@@ -114,7 +129,7 @@ impl<R: Rule> Simulation<R> {
         if let Some(Found {
             shortest: (_, seed),
             ..
-        }) = report.0.values().min_by_key(|found| found.shortest)
+        }) = report.broken.values().min_by_key(|found| found.shortest)
         {
             let (name, story) = (self.name, self.story(*seed));
             panic!("{story}\n{text}\nreplay one: cargo xtask simulate {name} --seed {seed}");
@@ -183,9 +198,13 @@ impl<R: Rule> Simulation<R> {
     }
 }
 
-/// The broken rules of many runs: per rule the number of seeds, the first seed, and the seed with
-/// the shortest log.
-struct Report<R>(BTreeMap<R, Found>);
+/// The results of many runs.
+struct Report<R> {
+    /// Per broken rule the number of seeds, the first seed, and the seed with the shortest log.
+    broken: BTreeMap<R, Found>,
+    /// Number of seeds that checked each rule.
+    checked: BTreeMap<R, u64>,
+}
 
 struct Found {
     seeds: u64,
@@ -195,13 +214,27 @@ struct Found {
 
 impl<R: Rule> Report<R> {
     fn new() -> Self {
-        Self(BTreeMap::new())
+        Self {
+            broken: BTreeMap::new(),
+            checked: BTreeMap::new(),
+        }
     }
 
     fn add(&mut self, seed: u64, log: &Log<R>) {
         log.broken
             .iter()
             .for_each(|broken| self.breaks(broken.rule, seed, log.count));
+        for rule in &log.checked {
+            *self.checked.entry(*rule).or_default() += 1;
+        }
+    }
+
+    /// Returns the share of the seeds that checked each rule, in percent.
+    fn checked(&self, seeds: u64) -> impl Iterator<Item = (R, f64)> {
+        R::ALL.iter().map(move |rule| {
+            let count = self.checked.get(rule).copied().unwrap_or_default();
+            (*rule, 100.0 * count as f64 / seeds as f64)
+        })
     }
 
     /// Records a panic, whose log is lost.
@@ -211,7 +244,7 @@ impl<R: Rule> Report<R> {
 
     fn breaks(&mut self, rule: R, seed: u64, steps: usize) {
         let this = (steps, seed);
-        let found = self.0.entry(rule).or_insert(Found {
+        let found = self.broken.entry(rule).or_insert(Found {
             seeds: 0,
             first: seed,
             shortest: this,
@@ -222,9 +255,12 @@ impl<R: Rule> Report<R> {
     }
 
     fn merge(&mut self, other: Self) {
-        for (rule, theirs) in other.0 {
-            match self.0.get_mut(&rule) {
-                None => drop(self.0.insert(rule, theirs)),
+        for (rule, theirs) in other.checked {
+            *self.checked.entry(rule).or_default() += theirs;
+        }
+        for (rule, theirs) in other.broken {
+            match self.broken.get_mut(&rule) {
+                None => drop(self.broken.insert(rule, theirs)),
                 Some(ours) => {
                     ours.seeds += theirs.seeds;
                     ours.first = ours.first.min(theirs.first);

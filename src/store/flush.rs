@@ -19,16 +19,18 @@ const INTERVAL: Duration = Duration::from_millis(1);
 /// Flushes a store: see [`Store::flush`]. `own` is a queue of its operations that the store may not know, since a custom
 /// store may have no hooks.
 pub(crate) async fn flush(store: &impl Store, own: Option<&OpQueue>) -> bool {
-    let (since, waiters) = (instant(), store.backend().waiters());
+    let since = instant();
+    // Kept until the end: a queue that is dropped with its layer takes its count of lost operations with it.
+    let queues = match store.backend().waiters() {
+        Some(waiters) => waiters.queues(),
+        None => own.cloned().into_iter().collect(),
+    };
+    let lost_before = lost(&queues);
     loop {
-        let operations = match (&waiters, own) {
-            (Some(waiters), _) => waiters.owed(),
-            (None, Some(own)) => own.owed(),
-            (None, None) => 0,
-        };
+        let operations = queues.iter().map(OpQueue::owed).sum();
         let unreconciled = store.backend().unreconciled();
         if operations == 0 && unreconciled.accounts == 0 {
-            return true;
+            return lost(&queues) == lost_before;
         }
         let is_in_vain = unreconciled.is_outage || Handle::try_current().is_err();
         if is_in_vain || since.elapsed() >= TIMEOUT {
@@ -37,6 +39,10 @@ pub(crate) async fn flush(store: &impl Store, own: Option<&OpQueue>) -> bool {
         }
         sleep(INTERVAL).await;
     }
+}
+
+fn lost(queues: &[OpQueue]) -> usize {
+    queues.iter().map(OpQueue::lost).sum()
 }
 
 fn unflushed(operations: usize, unreconciled: Unreconciled) -> StoreError {

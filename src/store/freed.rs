@@ -91,14 +91,10 @@ impl Waiters {
         queues.push(queue.downgrade());
     }
 
-    /// Returns the number of operations that this process owes the store.
-    pub(crate) fn owed(&self) -> usize {
-        let queues: Vec<OpQueue> = {
-            let queues = lock(&self.0.queues);
-            queues.iter().filter_map(WeakOpQueue::upgrade).collect()
-        };
-        // Outside of the lock, as an operation that is dropped with its queue may run code of its executor.
-        queues.iter().map(OpQueue::owed).sum()
+    /// Returns the queues of the store's operations.
+    pub(crate) fn queues(&self) -> Vec<OpQueue> {
+        let queues = lock(&self.0.queues);
+        queues.iter().filter_map(WeakOpQueue::upgrade).collect()
     }
 
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {

@@ -161,7 +161,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// it.
     ///
     /// Returns `false` if something is left: after 1 s, immediately while a [`Fallback`] decides, and outside of a Tokio
-    /// runtime. The observer of the store is then [notified](crate::observe::Observer::failed) of how much.
+    /// runtime. The observer of the store is then [notified](crate::observe::Observer::failed) of how much. Also returns
+    /// `false` if something was given up during the flush, because its outcome is unknown. Any failed operation is reported.
     ///
     /// It does not wait for running requests and streams, which owe something only at their end, for the renewals of their
     /// slots, and for the second release of a slot whose take was not answered, half a second after the first one. The

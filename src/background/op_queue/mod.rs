@@ -85,6 +85,8 @@ struct SharedQueue {
     is_busy: AtomicBool,
     /// Number of operations that a flush waits for.
     owed: Arc<AtomicUsize>,
+    /// Number of such operations that were given up.
+    lost: AtomicUsize,
     /// Wakes the sender.
     new_work: Notify,
     sender: TaskOwner,
@@ -141,6 +143,8 @@ const LINGER: Duration = Duration::from_millis(2);
 const MAX_FLIGHTS: usize = 1_024;
 /// Maximum number of operations that wait for room or for a retry.
 const CAPACITY: usize = 100_000;
+/// Maximum number of renewals that wait for room.
+const MAX_RENEWALS: usize = 1_024;
 /// Number of scheduled retries at which a release is dropped instead of retried.
 const MAX_RELEASE_RETRIES: usize = 10_000;
 
@@ -156,6 +160,7 @@ impl OpQueue {
             work: Mutex::default(),
             is_busy: AtomicBool::new(false),
             owed: Arc::default(),
+            lost: AtomicUsize::new(0),
             new_work: Notify::new(),
             sender: TaskOwner::new(),
             first_runtime: OnceLock::new(),
@@ -180,9 +185,11 @@ impl OpQueue {
         self.shared.ensure_sender();
     }
 
-    /// Returns the number of renewals that the queue takes. The rest of its capacity is for other operations.
+    /// Returns the number of renewals that the queue takes: few, so that a slow store gets the oldest ones first.
     pub(crate) fn renewal_room(&self) -> usize {
-        (CAPACITY / 2).saturating_sub(lock(&self.shared.work).waiting())
+        let work = lock(&self.shared.work);
+        let room = MAX_RENEWALS.saturating_sub(work.renewals.len());
+        room.min(CAPACITY.saturating_sub(work.waiting()))
     }
 
     /// Notifies the observer that the queue has no room for an operation of this caller.
@@ -224,6 +231,11 @@ impl OpQueue {
     pub(crate) fn owed(&self) -> usize {
         self.wake();
         self.shared.owed.load(Ordering::Acquire)
+    }
+
+    /// Returns the number of charges, refunds and releases that were given up since the queue was created.
+    pub(crate) fn lost(&self) -> usize {
+        self.shared.lost.load(Ordering::Acquire)
     }
 
     /// Clones into a new `Arc`, so that processors do not contend for its reference count.
@@ -361,6 +373,9 @@ impl SharedQueue {
     }
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
+        if op.is_owed() {
+            self.lost.fetch_add(1, Ordering::AcqRel);
+        }
         self.report(op.key(), &error);
         op.finish(Err(error));
     }

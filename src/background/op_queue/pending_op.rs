@@ -86,6 +86,11 @@ impl PendingOp {
         self
     }
 
+    /// Returns `true` while a flush waits for it.
+    pub(super) fn is_owed(&self) -> bool {
+        self.owed.is_some()
+    }
+
     /// Calls `callback` with the result, without holding a lock: on the task that puts the operation, or on the one
     /// that awaits the reply. If the operation failed, the error says whether it was certainly [not
     /// sent](StoreError::is_not_sent).

@@ -89,6 +89,9 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
         task.unwrap();
     }
     sleep(RECOVERY).await;
+    if world.state().ledger.opened > 0 {
+        world.state().check_rule(Rule::Recovery);
+    }
     for (i, instance) in instances.iter().enumerate() {
         if instance.is_degraded() {
             world.state().break_rule(
@@ -102,6 +105,7 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     drop(instances);
     sleep(REMAINS).await;
     let left = Handle::current().metrics().num_alive_tasks();
+    world.state().check_rule(Rule::Left);
     if left > 0 {
         world.state().break_rule(
             Rule::Left,

@@ -31,6 +31,7 @@ enum Rule {
 }
 
 impl crate::simulation::Rule for Rule {
+    const ALL: &[Self] = &[Self::NeverAbove, Self::ChargedOnce, Self::Returned];
     const PANIC: Self = Self::Panic;
 }
 
@@ -359,6 +360,11 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         true => sum_of(stated, replaced),
         false => quotas[usize::from(is_quota_replaced)],
     };
+    if decided.leased > 0
+        && spent.iter().map(|(_, cost)| u64::from(*cost)).sum::<u64>() >= u64::from(limit)
+    {
+        log.checks(Rule::NeverAbove);
+    }
     if let Err(problem) = check_spent(strategy, quota, &spent, &resets, outlives) {
         log.breaks(Rule::NeverAbove, None, problem);
     }
@@ -392,6 +398,9 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, log: &mut 
                 format!("{charged}, and {leased} spent, of {leased_units}"),
             );
         }
+        if !is_killed && charged > 0 {
+            log.checks(Rule::ChargedOnce);
+        }
         if !is_killed && charged != leased + refunded + expired {
             let problem = format!(
                 "{charged} charged, {leased} spent, {refunded} refunded, {expired} expired"
@@ -415,6 +424,9 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, log: &mut 
         // A process that shuts down may end before it has sent its refunds.
         let is_sent = !shared.has_unsent_refund && !may_be_nothing && !world.is_ended;
         let (sent, max) = (shared.refunded_units, refunded + expired);
+        if !is_killed && is_sent && max > 0 {
+            log.checks(Rule::Returned);
+        }
         if !is_killed && is_sent && !(refunded..=max).contains(&sent) {
             log.breaks(
                 Rule::Returned,

@@ -44,6 +44,22 @@ pub(super) enum Rule {
 }
 
 impl simulation::Rule for Rule {
+    const ALL: &[Self] = &[
+        Self::Charged,
+        Self::Early,
+        Self::Order,
+        Self::Late,
+        Self::Idle,
+        Self::Slow,
+        Self::Failed,
+        Self::Twice,
+        Self::Lost,
+        Self::Cost,
+        Self::InFlight,
+        Self::Steady,
+        Self::Left,
+        Self::Tasks,
+    ];
     const PANIC: Self = Self::Panic;
 }
 
@@ -106,6 +122,11 @@ impl Ledger {
 
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
         self.log.breaks(rule, caller, problem);
+    }
+
+    /// Records that a rule is checked on a case that may break it.
+    pub(super) fn checks(&mut self, rule: Rule) {
+        self.log.checks(rule);
     }
 
     /// Records that the store executed a request.
@@ -181,6 +202,13 @@ impl Ledger {
             let is_alike = other.cost == waiter.cost || !by_cost;
             is_before && is_alike && !is_late(&waiter) && !is_late(other)
         });
+        let is_alone = sums
+            .waiting
+            .iter()
+            .all(|other| other.runtime != waiter.runtime || other.cost != waiter.cost && by_cost);
+        if !is_alone {
+            self.log.checks(Rule::Order);
+        }
         sums.overtaken
             .extend(before.map(|other| (number, other.number)));
         sums.overtaken.retain(|(_, before)| *before != number);
@@ -195,6 +223,11 @@ impl Ledger {
         // A request in flight is refunded when it ends, so the sums below do not apply.
         if plan.callers[caller].habit == Habit::Queueing {
             return;
+        }
+        self.log.checks(Rule::Charged);
+        // Until then, no wait is needed.
+        if passed >= plan.callers[caller].policy().params().capacity {
+            self.log.checks(Rule::Early);
         }
         if passed > charged - refunded {
             let problem = format!("{passed} passed, {charged} charged, {refunded} refunded");
@@ -241,6 +274,13 @@ impl Ledger {
                 .waiting
                 .front()
                 .filter(|waiter| now > waiter.since + calls + slack);
+            let is_due = |waiter: &Waiter| now > waiter.since + waiter.max;
+            if sums.waiting.iter().any(is_due) {
+                self.log.checks(Rule::Late);
+            }
+            if plan.is_well() && who.is_ample() && !sums.waiting.is_empty() {
+                self.log.checks(Rule::Slow);
+            }
             if let Some(&Waiter {
                 number, since, max, ..
             }) = late
@@ -262,6 +302,9 @@ impl Ledger {
                     .filter(|waiter| waiter.max >= longest)
                     .map(|waiter| waiter.since)
                     .min();
+                if since.is_some() {
+                    self.log.checks(Rule::Idle);
+                }
                 if since.is_some_and(|since| now > since.max(sums.idle_since) + longest) {
                     let problem = format!("no waiter was granted for more than {longest} ms");
                     self.breaks(Rule::Idle, Some(caller), problem);
@@ -315,6 +358,9 @@ impl Ledger {
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         self.was_steady(caller);
         let who = &plan.callers[caller];
+        if plan.is_well() {
+            self.log.checks(Rule::Failed);
+        }
         let &Sums {
             settled,
             runs,
@@ -328,6 +374,13 @@ impl Ledger {
             Habit::Waiting => {}
             Habit::Reserving => {
                 self.runs_once(caller);
+                if settled > 0 {
+                    self.log.checks(Rule::Twice);
+                    self.log.checks(Rule::Lost);
+                }
+                if real > 0 && reported == 0 {
+                    self.log.checks(Rule::Cost);
+                }
                 if runs + reported < settled {
                     let problem = format!(
                         "{settled} settlements due, {runs} done, {reported} reported as lost"
@@ -347,11 +400,12 @@ impl Ledger {
                 }
             }
             Habit::InFlight | Habit::Queueing if used != in_flight => {
+                self.log.checks(Rule::Left);
                 let problem =
                     format!("the store counts {used} in flight, and there are {in_flight}");
                 self.breaks(Rule::Left, Some(caller), problem);
             }
-            Habit::InFlight | Habit::Queueing => {}
+            Habit::InFlight | Habit::Queueing => self.log.checks(Rule::Left),
         }
     }
 }
@@ -366,6 +420,9 @@ impl Ledger {
         // The slots of an instance that stalls or gets no reply for longer than their time to live
         // have expired.
         let is_kept = plan.is_well() || policy.params().period > 10_000_000;
+        if in_flight == policy.params().capacity && is_kept {
+            self.log.checks(Rule::InFlight);
+        }
         if in_flight > policy.params().capacity && is_kept {
             let problem = format!("{in_flight} are in flight of {}", policy.params().capacity);
             self.breaks(Rule::InFlight, Some(caller), problem);
@@ -388,9 +445,11 @@ impl Ledger {
     /// Checks the counts after such requests have ended. A single count may include a release in
     /// progress, but not all of them.
     fn was_steady(&mut self, caller: usize) {
-        if let Some((least, most)) = self.callers[caller].surplus
-            && (least > 0 || most < 0)
-        {
+        let Some((least, most)) = self.callers[caller].surplus else {
+            return;
+        };
+        self.log.checks(Rule::Steady);
+        if least > 0 || most < 0 {
             let problem = format!("the store counted {least} to {most} too many for all the time");
             self.breaks(Rule::Steady, Some(caller), problem);
         }

@@ -193,6 +193,7 @@ impl<'a> Simulated<'a> {
         self.rests(&callers);
         self.limiters.clear();
         self.passes_to(self.now + REMAINS);
+        self.world.state().ledger.checks(Rule::Tasks);
         for (i, Clocked { runtime, .. }) in self.runtimes.iter().enumerate() {
             let left = runtime
                 .as_ref()

@@ -12,11 +12,12 @@ pin_project! {
     /// A response body whose end settles the request's charge: see
     /// [`UntilBodyEnd`](crate::rate_limit::UntilBodyEnd).
     ///
-    /// It passes on the frames of the inner service's body. It ends with the last frame, with an
-    /// error, or when it is dropped.
+    /// It passes on the frames of the inner service's body. It ends with the last frame, with
+    /// trailers, with an error, or when it is dropped. At its end it drops the inner body.
     pub struct TrackedBody<B> {
+        // `None` after the end.
         #[pin]
-        inner: B,
+        inner: Option<B>,
         // `None` after the end, or if there is nothing to settle.
         charge: Option<RequestCost>,
     }
@@ -24,7 +25,10 @@ pin_project! {
 
 impl<B> TrackedBody<B> {
     pub(super) fn new(inner: B, charge: Option<RequestCost>) -> Self {
-        Self { inner, charge }
+        Self {
+            inner: Some(inner),
+            charge,
+        }
     }
 }
 
@@ -37,24 +41,35 @@ impl<B: Body> Body for TrackedBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let mut this = self.project();
-        let frame = ready!(this.inner.as_mut().poll_frame(cx));
+        let Some(mut inner) = this.inner.as_mut().as_pin_mut() else {
+            return Poll::Ready(None);
+        };
+        let frame = ready!(inner.as_mut().poll_frame(cx));
         if let (Some(Ok(frame)), Some(charge)) = (&frame, &this.charge)
             && let Some(data) = frame.data_ref()
         {
             charge.charges().sent(data.remaining());
         }
-        if !matches!(frame, Some(Ok(_))) || this.inner.is_end_stream() {
+        let is_end = match &frame {
+            Some(Ok(frame)) => frame.is_trailers() || inner.is_end_stream(),
+            Some(Err(_)) | None => true,
+        };
+        if is_end {
+            // Drop the body too, which may have a clone of the charge: a server drops it after the client has the end, and
+            // the client's next request would overtake the release.
+            this.inner.set(None);
             *this.charge = None;
         }
         Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.inner.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        let inner = self.inner.as_ref();
+        inner.map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
     }
 }
 

@@ -53,6 +53,8 @@ pub(super) struct Account {
     pub(super) since: i64,
     /// Grants that the primary store was not charged for, minus refunds.
     pub(super) owed: i64,
+    /// Whether a grant was ever owed.
+    pub(super) has_owed: bool,
     /// The part of `owed` that was granted while the breaker was not open.
     pub(super) well: i64,
     /// Number of the grants while the breaker was not open.
@@ -103,6 +105,7 @@ impl Account {
 
     pub(super) fn owe(&mut self, now: u64, granted: i64) {
         self.owed += granted;
+        self.has_owed = true;
         self.grants.push_back((now, granted));
         self.open
             .get_or_insert(Open {

@@ -71,6 +71,11 @@ impl Ledger {
         self.log.breaks(rule, caller, problem);
     }
 
+    /// Records that a rule is checked on a case that may break it.
+    pub(super) fn checks(&mut self, rule: Rule) {
+        self.log.checks(rule);
+    }
+
     /// The primary store has executed a client's request.
     pub(super) fn ran(
         &mut self,
@@ -202,6 +207,7 @@ impl Ledger {
         // it receives.
         if plan.callers[caller].lasting && granted > 0 && !account.refunded {
             let part = account.part(plan, caller, self.fewer, now);
+            self.log.checks(Rule::Part);
             if account.since > part {
                 let (since, heard) = (account.since, &account.heard);
                 let problem = format!(
@@ -266,6 +272,13 @@ impl Ledger {
         sums.granted += cost;
         let granted = sums.granted;
         let (bound, why) = self.bound(plan, now, caller);
+        // Less cannot break it, however the instances share the limit.
+        if plan.callers[caller]
+            .capacities()
+            .any(|capacity| granted > capacity)
+        {
+            self.checks(Rule::Granted);
+        }
         if granted > bound {
             self.breaks(
                 Rule::Granted,
@@ -336,6 +349,9 @@ impl Ledger {
             let ids = self.sums[caller].ids.values();
             let possible: i64 = ids.map(|id| id.cost * (id.local + i64::from(id.ran))).sum();
             let lost = self.unreconciled[caller];
+            if possible > 0 {
+                self.checks(Rule::Id);
+            }
             if used > possible {
                 self.breaks(
                     Rule::Id,
@@ -375,6 +391,9 @@ impl Ledger {
             } else {
                 told - refunded_about_reset - off
             };
+            if !in_doubt && told > 0 {
+                self.checks(Rule::Exact);
+            }
             if !in_doubt && !(least..=told + off).contains(&used) {
                 self.breaks(
                     Rule::Exact,
@@ -393,8 +412,20 @@ impl Ledger {
                 beyond,
                 vague,
                 reset,
+                refunded,
+                has_owed,
                 ..
             } = self.accounts[caller][instance];
+            if !vague {
+                let cases = [
+                    (refunded, Rule::Back),
+                    (has_owed, Rule::Lost),
+                    (well > 0, Rule::Late),
+                ];
+                for (_, rule) in cases.into_iter().filter(|(is_case, _)| *is_case) {
+                    self.checks(rule);
+                }
+            }
             let (rule, problem) = match owed {
                 _ if reset && !vague => (Rule::Back, "of a reset".to_owned()),
                 owed if owed < 0 && !vague => (Rule::Back, format!("of {} refunded", -owed)),

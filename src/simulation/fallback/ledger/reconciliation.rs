@@ -18,15 +18,25 @@ impl Ledger {
         }
         let broken = if is_reset {
             let is_first = account.resets == 0;
+            self.log.checks(Rule::Twice);
             (account.reset, account.resets) = (false, account.resets.saturating_sub(1));
             is_first.then(|| (Rule::Twice, "resets what nobody has reset".to_owned()))
         } else if account.reset {
             let problem = format!("charges {cost}, which its reset will forget");
+            if !account.vague {
+                self.log.checks(Rule::Back);
+            }
             (!account.vague).then_some((Rule::Back, problem))
         } else {
             account.owed -= cost;
             let (owed, counts) = (account.owed, account.counts(who, now));
             account.forget(cost);
+            if who.takes_only() {
+                self.log.checks(Rule::Twice);
+                if !self.changed {
+                    self.log.checks(Rule::Lapsed);
+                }
+            }
             if !who.takes_only() {
                 None
             } else if owed < 0 {

@@ -38,5 +38,22 @@ pub(in super::super) enum Rule {
 }
 
 impl simulation::Rule for Rule {
+    const ALL: &[Self] = &[
+        Self::Granted,
+        Self::Part,
+        Self::Twice,
+        Self::Lapsed,
+        Self::Lost,
+        Self::Late,
+        Self::Back,
+        Self::Exact,
+        Self::Id,
+        Self::Silence,
+        Self::Failed,
+        Self::Wait,
+        Self::Sense,
+        Self::Recovery,
+        Self::Left,
+    ];
     const PANIC: Self = Self::Panic;
 }

@@ -143,6 +143,10 @@ impl WorldState {
         self.ledger.breaks(rule, caller, problem);
     }
 
+    fn checks(&mut self, rule: Rule) {
+        self.ledger.checks(rule);
+    }
+
     /// A client sends a check.
     pub(super) fn asks(&mut self, instance: usize, caller: usize, check: &Check) -> usize {
         let (ask, check) = (self.asks.len(), check.clone());
@@ -192,6 +196,9 @@ impl WorldState {
         } else {
             deadline
         };
+        if now >= deadline {
+            self.checks(Rule::Wait);
+        }
         if now > latest {
             let deadline = self.plan.deadline;
             let problem = format!(
@@ -214,6 +221,10 @@ impl WorldState {
                 );
             }
         };
+        self.checks(Rule::Sense);
+        if decision.source() == Source::Local {
+            self.checks(Rule::Failed);
+        }
         self.ledger.answers(caller, &check, decision, resets_told);
         if decision.source() == Source::Redis {
             self.streaks[instance].replies(now);
@@ -319,6 +330,10 @@ impl WorldState {
                 .unwrap();
             self.ledger.rests(&self.plan, index, used);
         }
+    }
+
+    pub(super) fn check_rule(&mut self, rule: Rule) {
+        self.checks(rule);
     }
 
     pub(super) fn break_rule(&mut self, rule: Rule, problem: String) {

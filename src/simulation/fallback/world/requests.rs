@@ -323,6 +323,9 @@ impl WorldState {
         }
         let now = self.now();
         let failures = self.streaks[instance].fails(now, ask);
+        if failures == self.plan.failures {
+            self.checks(Rule::Silence);
+        }
         if failures > self.plan.failures {
             let problem = format!(
                 "i{instance} has sent one request after another, of which {failures} failed"

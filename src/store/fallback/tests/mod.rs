@@ -7,6 +7,7 @@ mod busy;
 mod ends;
 mod far;
 mod flow_back;
+mod flush;
 mod late;
 mod outage;
 mod partitions;
