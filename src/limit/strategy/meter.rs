@@ -42,7 +42,8 @@
 //! - **A, before another turn**, is not refunded. B keeps its time, 2 s. With one unit less, the level would be 1.5, and the
 //!   next turn would be due at 2 s too: two units at a time, with a burst of 1. So as long as the level is above `full`,
 //!   which means that the last turn is not due yet, no other turn is refunded.
-//! - **Once all turns are due**, a turn that is not the last is a plain charge, made when it was due.
+//! - **Once all turns are due**, a turn that is not the last is a plain charge, made when it was due. Under a meter that drains
+//!   after each period, every turn is a plain charge.
 //!
 //! A plain charge is refunded even while turns are reserved. The next request may then get the time of a turn, so the burst
 //! may be exceeded by the refunded units. The level is lower than the last turn's end says, so that turn is not recognized;
