@@ -90,7 +90,8 @@ impl InFlightTracker {
     /// Creates the slot that this check takes, before the check is sent. `None` if no policy limits
     /// requests in flight.
     pub(crate) fn track(&self, check: &Check) -> Option<Slot> {
-        let (policies, id) = (check.policies().in_flight()?, check.slot()?);
+        let policies = check.policies().in_flight()?;
+        let id = check.slot()?;
         let tracked = TrackedSlot {
             key: *check.key(),
             policies: policies.clone(),
@@ -145,24 +146,29 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let Some(TrackedSlot {
-            key,
-            policies,
-            renew_at,
-            is_unanswered,
-        }) = self.tracker.0.remove(self.id)
-        else {
+        let Some(tracked) = self.tracker.0.remove(self.id) else {
             return;
         };
-        if is_unanswered || renew_at.is_some() {
-            let release = PendingOp::of_check(Check::release(key, &policies, self.id));
-            self.tracker.0.ops.put(if is_unanswered {
-                release.repeated()
-            } else {
-                release
-            });
+        if !tracked.is_unanswered && tracked.renew_at.is_none() {
+            // The take was denied, or never sent.
+            return;
         }
+        let check = Check::release(tracked.key, &tracked.policies, self.id);
+        let release = PendingOp::of_check(check);
+        self.tracker.0.ops.put(if tracked.is_unanswered {
+            release.repeated()
+        } else {
+            release
+        });
     }
+}
+
+/// A renewal of a slot, to be sent.
+struct Renewal {
+    id: SlotId,
+    /// Whether an earlier check of the slot has no reply yet.
+    was_unanswered: bool,
+    check: Check,
 }
 
 impl TrackedSlot {
@@ -188,29 +194,44 @@ impl TrackedSlots {
         Some(tracked)
     }
 
-    /// Returns the checks that renew the slots that are due before the next tick: the `max` oldest. The others stay due.
-    /// The `bool` is whether an earlier check of the slot has no reply yet.
-    fn due(&mut self, now: Instant, max: usize) -> Vec<(SlotId, bool, Check)> {
-        let due = self.renewals.iter().take_while(|(at, _)| *at <= now + TICK);
-        let due: Vec<SlotId> = due.take(max).map(|(_, id)| *id).collect();
-        let renewals = due.into_iter().filter_map(|id| {
-            let tracked = self.schedule(id, now)?;
-            let was_unanswered = mem::replace(&mut tracked.is_unanswered, true);
-            let check = Check::renew(tracked.key, &tracked.policies, id);
-            Some((id, was_unanswered, check))
-        });
-        renewals.collect()
+    /// Returns the renewals of the slots that are due before the next tick: the `max` oldest. The others stay due.
+    fn due(&mut self, now: Instant, max: usize) -> Vec<Renewal> {
+        let next_tick = now + TICK;
+        let due = self.renewals.iter().take(max);
+        let due = due.take_while(|(at, _)| *at <= next_tick);
+        // Collected first: scheduling moves the renewals.
+        let ids: Vec<SlotId> = due.map(|(_, id)| *id).collect();
+        let mut renewals = Vec::with_capacity(ids.len());
+        for id in ids {
+            let Some(tracked) = self.schedule(id, now) else {
+                continue;
+            };
+            renewals.push(Renewal {
+                id,
+                was_unanswered: mem::replace(&mut tracked.is_unanswered, true),
+                check: Check::renew(tracked.key, &tracked.policies, id),
+            });
+        }
+        renewals
     }
 
     /// Returns the caller of a slot that has expired because its renewal is late, unless one was returned at the last
     /// call.
     fn newly_late(&mut self, now: Instant) -> Option<Key> {
-        let late = self.renewals.first().and_then(|(at, id)| {
-            let tracked = self.by_id.get(id)?;
-            (*at + 2 * tracked.renewal_interval() < now).then_some(tracked.key)
-        });
+        let late = self.late_caller(now);
         let were_late = mem::replace(&mut self.are_late, late.is_some());
-        late.filter(|_| !were_late)
+        if were_late { None } else { late }
+    }
+
+    fn late_caller(&self, now: Instant) -> Option<Key> {
+        let (renew_at, id) = self.renewals.first()?;
+        let tracked = self.by_id.get(id)?;
+        // A slot lives for three intervals, and is due after one.
+        let expires_at = *renew_at + 2 * tracked.renewal_interval();
+        if now <= expires_at {
+            return None;
+        }
+        Some(tracked.key)
     }
 }
 
@@ -248,26 +269,31 @@ impl SharedSlots {
     /// Renews the slots that are due. Returns the time until the next tick.
     fn tick(self: &Arc<Self>, now: Instant) -> Duration {
         let room = self.ops.renewal_room();
-        let (renewals, late) = {
-            let slots = &mut *lock(&self.slots);
-            (slots.due(now, room), slots.newly_late(now))
-        };
+        let mut slots = lock(&self.slots);
+        let renewals = slots.due(now, room);
+        let late = slots.newly_late(now);
+        drop(slots);
         let is_full = renewals.len() == room;
         if let Some(key) = late {
             self.ops.report_full(&key);
         }
-        for (id, was_unanswered, check) in renewals {
+        for renewal in renewals {
             let this = Arc::downgrade(self);
-            self.ops.put(PendingOp::of_check(check).then(move |reply| {
+            let op = PendingOp::of_check(renewal.check).then(move |reply| {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
-                    // A fallback's renewal is no reply to earlier checks.
-                    let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
-                    let is_unanswered = decision.is_unsure() || is_local && was_unanswered;
-                    this.keep_renewed(id, !is_unanswered);
+                    this.on_renewed(renewal.id, renewal.was_unanswered, &decision);
                 }
-            }));
+            });
+            self.ops.put(op);
         }
         if is_full { BUSY_TICK } else { TICK }
+    }
+
+    fn on_renewed(&self, id: SlotId, was_unanswered: bool, decision: &Decision) {
+        // A fallback's renewal is no reply to earlier checks.
+        let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
+        let is_unanswered = decision.is_unsure() || is_local && was_unanswered;
+        self.keep_renewed(id, !is_unanswered);
     }
 }
 

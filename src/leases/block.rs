@@ -29,7 +29,8 @@ impl Block {
         let lease = decision.policies().lease().map(|lease| lease.time);
         let lifetime = windows.chain(lease).min().unwrap_or_default();
         // The last eighth allows for a clock slower than the store's.
-        let (granted, expires_at) = (decision.granted(), asked_at + lifetime / 8 * 7);
+        let expires_at = asked_at + lifetime / 8 * 7;
+        let granted = decision.granted();
         Self {
             charge: Charge::new(key, decision, granted, asked_at),
             left: granted,

@@ -30,7 +30,8 @@ impl BusyCallers {
     /// Counts a check. Returns `true` if it is the last of [`BUSY_CHECKS`] checks within `time`. Concurrent checks may be
     /// missed.
     pub(super) fn count_check(&self, caller: Digest, time: Duration) -> bool {
-        let (cell, needed) = (&self.cells[caller.part(CELLS)], u64::from(BUSY_CHECKS));
+        let needed = u64::from(BUSY_CHECKS);
+        let cell = &self.cells[caller.part(CELLS)];
         let last = cell.load(Relaxed);
         if last % needed + 1 < needed {
             cell.store(last + 1, Relaxed);

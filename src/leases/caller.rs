@@ -86,15 +86,19 @@ impl Caller {
         ended: &mut Vec<Block>,
     ) -> Result<Decision, Check> {
         let cost = check.cost();
-        let has_enough = |block: &Block| block.left >= cost;
-        while let Some(index) = self.blocks.iter().position(has_enough) {
-            let taken = self.blocks[index].take(check, now);
-            if taken.is_err() || self.blocks[index].left == 0 {
-                ended.push(self.blocks.remove(index));
-            }
-            match taken {
-                Ok(decision) => return Ok(decision),
-                Err(expired) => check = expired,
+        while let Some(index) = self.blocks.iter().position(|block| block.left >= cost) {
+            let block = &mut self.blocks[index];
+            match block.take(check, now) {
+                Ok(decision) => {
+                    if block.left == 0 {
+                        ended.push(self.blocks.remove(index));
+                    }
+                    return Ok(decision);
+                }
+                Err(unspent) => {
+                    ended.push(self.blocks.remove(index));
+                    check = unspent;
+                }
             }
         }
         Err(check)
@@ -105,29 +109,31 @@ impl Caller {
     /// remaining quota.
     pub(super) fn next_request(
         &mut self,
-        now: &impl Fn() -> Instant,
+        clock: &impl Fn() -> Instant,
         instances: u32,
     ) -> Option<BlockRequest> {
         if self.in_progress.is_some() || self.left() > u64::from(self.low_watermark) {
             return None;
         }
-        let (now, max_size) = (now(), self.max_block_size(instances));
+        let now = clock();
+        let max_size = self.max_block_size(instances);
         let elapsed = now.saturating_duration_since(self.requested_at);
         // With little quota left, or a failing store, each check would send a request.
-        if self.remaining_quota.is_some() && max_size < MIN_DEMAND && elapsed < self.lease / 4 {
+        let has_little = self.remaining_quota.is_some() && max_size < MIN_DEMAND;
+        if has_little && elapsed < self.lease / 4 {
             return None;
         }
         let at_this_rate = f64::from(self.demand) * (self.lease / 2).div_duration_f64(elapsed);
-        let expected = self
-            .demand
-            .saturating_mul(MAX_GROWTH)
-            .min(at_this_rate as u32);
+        let most = self.demand.saturating_mul(MAX_GROWTH);
+        let expected = most.min(at_this_rate as u32);
         if expected < MIN_DEMAND {
             return None;
         }
         let size = expected.max(self.demand).min(max_size).max(1);
         let (sender, receiver) = watch::channel(());
-        (self.in_progress, self.requested_at, self.demand) = (Some(receiver), now, 0);
+        self.in_progress = Some(receiver);
+        self.requested_at = now;
+        self.demand = 0;
         Some(BlockRequest {
             sent_at: now,
             size,
@@ -148,13 +154,16 @@ impl Caller {
         deadline: Duration,
         waited_until: Option<Instant>,
     ) -> Option<BlockWait> {
+        let in_progress = self.in_progress.as_ref()?;
         let is_slow = self.slow_replies > 0 || now >= self.requested_at + self.lease / 4;
         let may_cover = self.demand < self.max_block_size(instances);
         let request_ends = self.requested_at.checked_add(self.lease.max(deadline))?;
-        let until = waited_until.unwrap_or(now.checked_add(deadline)?);
-        let until = until.min(request_ends);
-        let waits = is_slow && may_cover && now < until;
-        let mut ended = self.in_progress.clone().filter(|_| waits)?;
+        let longest = waited_until.unwrap_or(now.checked_add(deadline)?);
+        let until = longest.min(request_ends);
+        if !is_slow || !may_cover || now >= until {
+            return None;
+        }
+        let mut ended = in_progress.clone();
         let arrival = async move { timeout_at(until, ended.changed()).await.is_ok() };
         Some(BlockWait {
             until,
@@ -186,22 +195,26 @@ impl Caller {
         } else {
             0
         };
-        // If the lease time is too short, a block that comes too late is worth no wait.
-        let usable = block
-            .as_ref()
-            .filter(|block| self.slow_replies < MAX_SLOW_REPLIES || !block.is_expired(now));
-        self.remaining_quota = Some(usable.map_or(0, |block| block.charge.decision().remaining()));
-        if let Some(block) = block.filter(|block| block.left > 0) {
+        let is_too_short = self.slow_replies >= MAX_SLOW_REPLIES;
+        self.remaining_quota = Some(match &block {
+            // If the lease time is too short, a block that comes too late is worth no wait.
+            Some(block) if is_too_short && block.is_expired(now) => 0,
+            Some(block) => block.charge.decision().remaining(),
+            None => 0,
+        });
+        if let Some(block) = block
+            && block.left > 0
+        {
             // Expected demand until the next block would arrive: a block covers half a lease time.
             let spent_until = f64::from(block.left) * 2.0 * trip.div_duration_f64(self.lease);
             let quarter = block.left / 4;
             self.low_watermark = (spent_until as u32).clamp(quarter, quarter * 3);
             self.blocks.push(block);
         }
-        let last = self
-            .blocks
-            .last()
-            .filter(|_| self.slow_replies >= MAX_SLOW_REPLIES)?;
+        if !is_too_short {
+            return None;
+        }
+        let last = self.blocks.last()?;
         Some(format!(
             "the lease of policy {:?} for {:?} is too short, since the last {MAX_SLOW_REPLIES} blocks took more than a quarter of \
              that time to arrive, the latest {trip:.1?}: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
@@ -214,9 +227,13 @@ impl Caller {
     /// Removes the blocks that have expired, or all of them. Returns `false` if the last request was some time ago, so
     /// that the caller is dropped.
     pub(super) fn sweep(&mut self, now: Instant, all: bool, ended: &mut Vec<Block>) -> bool {
-        let has_ended = |block: &Block| all || block.is_expired(now);
-        while let Some(index) = self.blocks.iter().position(has_ended) {
-            ended.push(self.blocks.remove(index));
+        let mut index = 0;
+        while let Some(block) = self.blocks.get(index) {
+            if all || block.is_expired(now) {
+                ended.push(self.blocks.remove(index));
+            } else {
+                index += 1;
+            }
         }
         self.in_progress.is_some() || now < self.requested_at + self.lease * MAX_IDLE_LEASES
     }

@@ -14,7 +14,7 @@ use super::caller::{BlockRequest, Caller};
 use super::future::LeasedFuture;
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Mode, Policies};
+use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
@@ -89,19 +89,19 @@ impl<S: Store> Inner<S> {
         let Some(lease) = check.policies().lease() else {
             return self.send(check);
         };
-        let (shard, digest) = self.shards.of(check.key());
-        let digest = digest.of_count(lease.id);
+        let (shard, caller) = self.shards.of(check.key());
+        let digest = caller.of_count(lease.id);
         if check.is_leasable() {
             check.offer();
-            return self.spend(check, (shard, digest), lease.time, waited_until);
+            return self.spend(check, shard, digest, lease.time, waited_until);
         }
         match check.mode() {
             Mode::Refund => {
                 if let Some(caller) = lock(shard).get_mut(&digest) {
-                    caller
-                        .blocks
-                        .iter_mut()
-                        .for_each(|block| block.deduct_refund(check.cost()));
+                    // The decision does not name its block: any of them may have granted it.
+                    for block in &mut caller.blocks {
+                        block.deduct_refund(check.cost());
+                    }
                 }
             }
             Mode::Reset => {
@@ -132,7 +132,8 @@ impl<S: Store> Inner<S> {
     fn spend(
         self: &Arc<Self>,
         check: Check,
-        (shard, digest): (&Shard, Digest),
+        shard: &Shard,
+        digest: Digest,
         lease: Duration,
         waited_until: Option<Instant>,
     ) -> Answer<LeasedFuture<S>> {
@@ -141,42 +142,41 @@ impl<S: Store> Inner<S> {
         if self.is_shut_down.load(Relaxed) {
             return self.send(check);
         }
-        let (key, instances) = (*check.key(), self.share.instances().get());
+        let key = *check.key();
+        let instances = self.share.instances().get();
         let mut ended = vec![];
-        let (spent, request, wait) = {
-            let mut callers = lock(shard);
-            if is_busy && callers.len() < self.max_callers.get() / self.shards.iter().len() {
-                let new = || Caller::new(lease, instant());
-                callers.entry(digest).or_insert_with(new);
-            }
-            let Some(caller) = callers.get_mut(&digest) else {
-                drop(callers);
-                return self.send(check);
-            };
-            if is_first_try {
-                caller.add_demand(check.cost());
-            }
-            let spent = caller.spend(check, &instant, &mut ended);
-            let request = caller.next_request(&instant, instances);
-            // Outside of a runtime there is no timer.
-            let wait = if spent.is_err() && Handle::try_current().is_ok() {
-                caller.wait_for_block(instant(), instances, self.deadline, waited_until)
-            } else {
-                None
-            };
-            (spent, request, wait)
+        let mut callers = lock(shard);
+        if is_busy && callers.len() < self.max_callers_per_shard() {
+            callers
+                .entry(digest)
+                .or_insert_with(|| Caller::new(lease, instant()));
+        }
+        let Some(caller) = callers.get_mut(&digest) else {
+            drop(callers);
+            return self.send(check);
         };
+        if is_first_try {
+            caller.add_demand(check.cost());
+        }
+        let spent = caller.spend(check, &instant, &mut ended);
+        let request = caller.next_request(&instant, instances);
+        // Outside of a runtime there is no timer.
+        let wait = if spent.is_err() && Handle::try_current().is_ok() {
+            caller.wait_for_block(instant(), instances, self.deadline, waited_until)
+        } else {
+            None
+        };
+        // Before the queue, the observer and the store are called.
+        drop(callers);
         if spent.is_err() {
             self.ensure_tasks();
         }
         if let Some(request) = request {
-            let policies = spent.as_ref();
-            self.request_block(
-                key,
-                digest,
-                policies.map_or_else(Check::policies, Decision::policies),
-                request,
-            );
+            let policies = match &spent {
+                Ok(decision) => decision.policies(),
+                Err(check) => check.policies(),
+            };
+            self.request_block(key, digest, policies, request);
         }
         self.end_blocks(ended);
         match (spent, wait) {
@@ -187,6 +187,10 @@ impl<S: Store> Inner<S> {
                 sent: None,
             }),
         }
+    }
+
+    fn max_callers_per_shard(&self) -> usize {
+        self.max_callers.get() / self.shards.iter().len()
     }
 
     fn queue(&self) -> &OpQueue {
@@ -202,7 +206,8 @@ impl<S: Store> Inner<S> {
         request: BlockRequest,
     ) {
         let check = Check::up_to(key, policies, request.size).for_block();
-        let (inner, queue) = (Arc::downgrade(self), self.queue().downgrade());
+        let inner = Arc::downgrade(self);
+        let queue = self.queue().downgrade();
         let awaited = self.awaited.subscribe();
         self.queue()
             .put(PendingOp::of_check(check).then(move |answer| {
@@ -226,22 +231,25 @@ impl<S: Store> Inner<S> {
     ) {
         // A charge of unknown outcome is not refunded: if it was never made, a refund would free charges of other
         // instances.
-        if block.as_ref().is_err_and(|error| !error.is_not_sent()) {
+        if let Err(error) = &block
+            && !error.is_not_sent()
+        {
             self.notify(event::Leased {
                 lost: request.size.into(),
                 ..event::Leased::new(0, 0, 0)
             });
         }
         let mut ended = vec![];
-        let problem = lock(self.shards.at(digest))
-            .get_mut(&digest)
-            .and_then(|caller| {
-                let problem = caller.on_reply(request, block.ok(), instant());
-                if self.is_shut_down.load(SeqCst) {
-                    ended.extend(caller.blocks.drain(..));
-                }
-                problem
-            });
+        let mut problem = None;
+        let mut callers = lock(self.shards.at(digest));
+        if let Some(caller) = callers.get_mut(&digest) {
+            problem = caller.on_reply(request, block.ok(), instant());
+            if self.is_shut_down.load(SeqCst) {
+                // The sweep of `shut_down` may be over.
+                ended.extend(caller.blocks.drain(..));
+            }
+        }
+        drop(callers);
         self.end_blocks(ended);
         if let Some(problem) = problem {
             let event = event::Misconfigured::new(&problem);
@@ -253,7 +261,8 @@ impl<S: Store> Inner<S> {
     /// Reports removed blocks to the observer, and refunds their unspent rest.
     fn end_blocks(&self, ended: Vec<Block>) {
         for block in ended {
-            let (now, left) = (instant(), u64::from(block.left));
+            let now = instant();
+            let left = u64::from(block.left);
             let expired = if block.is_expired(now) { left } else { 0 };
             let charged = block.charge.cost().into();
             self.notify(event::Leased::new(charged, left - expired, expired));

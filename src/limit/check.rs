@@ -3,12 +3,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::strategy::Ask;
 use super::{
     Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId, Source,
-    State, Verdict, Verdicts,
+    State, Verdict, Verdicts, duration,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -153,9 +153,7 @@ impl Check {
     /// that repeated and concurrent charges do not add up. Only for policies of buckets. The
     /// debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
-        let extra = Some(Box::new(Extra::Within(
-            time.as_nanos().div_ceil(1_000).min(LONGEST as u128) as i64,
-        )));
+        let extra = Some(Box::new(Extra::Within(duration::micros(time))));
         Self {
             extra,
             ..Self::charge(key, policies, u32::MAX)
@@ -261,11 +259,11 @@ impl Check {
 
     /// Adds an [id](Self::with_id).
     pub(crate) fn identify(&mut self, id: Key) {
-        if !matches!(
-            self.extra.as_deref(),
-            Some(Extra::Within(_) | Extra::Charged(_) | Extra::Recorded(..))
-        ) {
-            self.extra = Some(Box::new(Extra::Id(id)));
+        match self.extra.as_deref() {
+            Some(Extra::Within(_) | Extra::Charged(_) | Extra::Recorded(..)) => {}
+            None | Some(Extra::Id(_) | Extra::Offered(_)) => {
+                self.extra = Some(Box::new(Extra::Id(id)));
+            }
         }
     }
 
@@ -342,10 +340,10 @@ impl Check {
 
     /// Returns the refunded charge under the policy at this index.
     pub(crate) fn charged_under(&self, policy: usize) -> PolicyCharge {
-        self.charged()
-            .get(policy)
-            .copied()
-            .unwrap_or(PolicyCharge::just_now(self.cost.into()))
+        match self.charged().get(policy) {
+            Some(charge) => *charge,
+            None => PolicyCharge::just_now(self.cost.into()),
+        }
     }
 
     /// Sets whether the charge is settled later. No block decides such a check.
@@ -417,9 +415,9 @@ impl Check {
     /// Returns `true` if a block may decide the check.
     #[inline]
     pub(crate) fn is_leasable(&self) -> bool {
-        let is_plain =
-            self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
-        is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
+        let takes = self.mode == Mode::Take && self.cost > 0;
+        let is_plain = self.id().is_none() && !self.reserves;
+        takes && is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
     }
 
     /// Returns the check without an id, and a flag that a [`Leased`](crate::Leased) store
@@ -446,9 +444,18 @@ impl Check {
         }
         let mut check = self.clone();
         if let Some(Extra::Charged(each)) = check.extra.as_deref_mut() {
-            for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
-                let age = if charged.is_turn { 0 } else { charged.age };
-                charged.age = age.max(now - charged.at.micros());
+            for charged in each {
+                let at = charged.at.micros();
+                if at == 0 {
+                    continue;
+                }
+                let computed = now - at;
+                // The sender's age is from the check on. A turn counts from its due time, which is `at`.
+                charged.age = if charged.is_turn {
+                    computed.max(0)
+                } else {
+                    computed.max(charged.age)
+                };
             }
         }
         Cow::Owned(check)
@@ -494,32 +501,34 @@ impl Check {
     /// Decides under several policies, the rarer case.
     #[inline(never)]
     fn decide_all(&self, states: &mut [State], ask: &Ask<'_>) -> Verdicts {
-        let previews = states
-            .iter()
-            .zip(self.policies.iter())
-            .map(|(state, policy)| state.preview(policy.params(), ask));
         let max = match ask.mode {
+            // Each policy cuts a charge independently of the others.
             Mode::Charge => i64::MAX,
-            _ => previews.map(|preview| preview.max).min().unwrap_or(0),
+            _ => self.smallest_grant(states, ask),
         };
-        let (mut granted, mut each) = (None, smallvec![Verdict::NONE; states.len()]);
-        for (i, ((verdict, state), policy)) in each
-            .iter_mut()
-            .zip(states)
-            .zip(self.policies.iter())
-            .enumerate()
-        {
+        let mut granted = None;
+        let mut each = SmallVec::with_capacity(states.len());
+        for (i, (state, policy)) in states.iter_mut().zip(&self.policies).enumerate() {
             let ask = Ask {
                 of: self.charged().get(i),
                 ..*ask
             };
-            let (answer, grants) = state.decide(policy.params(), &ask, max);
-            *verdict = answer;
+            let (verdict, grants) = state.decide(policy.params(), &ask, max);
+            each.push(verdict);
             if self.policies.tells_granted(policy) {
                 granted = Some(ask.mode.granted(granted, grants));
             }
         }
         Verdicts::new(granted.unwrap_or(0), each)
+    }
+
+    /// Returns the largest amount that every policy allows; negative if one of them denies the check.
+    fn smallest_grant(&self, states: &[State], ask: &Ask<'_>) -> i64 {
+        let mut smallest = i64::MAX;
+        for (state, policy) in states.iter().zip(&self.policies) {
+            smallest = smallest.min(state.preview(policy.params(), ask).max);
+        }
+        smallest
     }
 
     /// Creates the decision on this check, for your own [`Store`](crate::store::Store).
@@ -554,21 +563,21 @@ impl Check {
         verdict: impl FnMut(&Policy) -> Verdict,
     ) -> Decision {
         let given: Vec<Verdict> = self.policies().iter().map(verdict).collect();
-        let granted = match self.mode() {
-            _ if !given.iter().all(Verdict::is_allowed) => 0,
+        let is_allowed = given.iter().all(Verdict::is_allowed);
+        let amount = match self.mode() {
+            _ if !is_allowed => 0,
             Mode::Take | Mode::TakeAhead => self.cost(),
             Mode::UpTo | Mode::Charge | Mode::Refund => granted.min(self.cost()),
             Mode::Peek => 0,
             Mode::Reset => granted,
             Mode::Renew | Mode::Release => 1,
         };
-        let granted = i64::from(granted);
-        let verdicts = given
-            .iter()
-            .zip(self.policies())
-            .map(|(given, policy)| given.corrected(self, policy, granted));
-        self.clone()
-            .answer(Verdicts::new(granted, verdicts.collect()), source)
+        let amount = i64::from(amount);
+        let mut each = SmallVec::new();
+        for (verdict, policy) in given.into_iter().zip(&self.policies) {
+            each.push(verdict.corrected(self, policy, amount));
+        }
+        self.clone().answer(Verdicts::new(amount, each), source)
     }
 
     /// Creates the decision on this check.

@@ -41,11 +41,19 @@ use super::{
 /// else starts again. `tests/support/remote.rs` is such a store, for a table as in DynamoDB.
 #[derive(Debug, Clone, Default)]
 pub struct Counts {
-    /// The state and its expiry in microseconds, by the name, strategy and span of the policy.
-    states: BTreeMap<Box<str>, (State, i64)>,
-    /// Decisions on checks with an id, with their expiry in microseconds, by the policies' keys in
-    /// `states` and the id.
-    answers: BTreeMap<Box<[u8]>, (Answered, i64)>,
+    /// By the name, strategy and span of the policy. Ordered, as `answers`: equal counts have equal
+    /// bytes.
+    states: BTreeMap<Box<str>, Expiring<State>>,
+    /// Decisions on checks with an id, by the policies' keys in `states` and the id.
+    answers: BTreeMap<Box<[u8]>, Expiring<Answered>>,
+}
+
+/// A value that is dropped when it expires.
+#[derive(Debug, Clone)]
+struct Expiring<T> {
+    value: T,
+    /// In microseconds since the Unix epoch.
+    until: i64,
 }
 
 impl Counts {
@@ -63,10 +71,14 @@ impl Counts {
     /// Returns the time at which all charges and ids have expired, so that the value can be dropped:
     /// the expiry of a stored item.
     pub fn expires_at(&self) -> SystemTime {
-        let states = self.states.values().map(|(_, until)| *until);
-        let answers = self.answers.values().map(|(_, until)| *until);
-        let until = states.chain(answers).max().unwrap_or(0);
-        SystemTime::UNIX_EPOCH + Duration::from_micros(until.max(0) as u64)
+        let mut last = 0;
+        for state in self.states.values() {
+            last = last.max(state.until);
+        }
+        for answer in self.answers.values() {
+            last = last.max(answer.until);
+        }
+        SystemTime::UNIX_EPOCH + Duration::from_micros(last as u64)
     }
 
     /// Returns `true` if every charge and id has expired at `now`, so that the value can be dropped.
@@ -80,17 +92,18 @@ impl Counts {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Writer(vec![VERSION]);
         bytes.len(self.states.len());
-        for (key, (state, until)) in &self.states {
+        for (key, state) in &self.states {
             bytes.key(key.as_bytes());
-            bytes.numbers(&[*until]);
-            let numbers = state.to_numbers();
+            bytes.numbers(&[state.until]);
+            let numbers = state.value.to_numbers();
             bytes.len(numbers.len());
             bytes.numbers(&numbers);
         }
         bytes.len(self.answers.len());
-        for (key, (Answered { period, verdicts }, until)) in &self.answers {
+        for (key, answer) in &self.answers {
+            let Answered { period, verdicts } = &answer.value;
             bytes.key(key);
-            bytes.numbers(&[*until, *period, verdicts.granted]);
+            bytes.numbers(&[answer.until, *period, verdicts.granted]);
             bytes.len(verdicts.each.len());
             for verdict in &verdicts.each {
                 bytes.numbers(&[verdict.remaining, verdict.reset]);
@@ -103,37 +116,25 @@ impl Counts {
     /// of the store, or start with empty counts. A later version of this crate reads the bytes of
     /// an earlier one, or returns `None`.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let mut bytes = Reader(bytes.strip_prefix(&[VERSION])?);
+        let mut reader = Reader(bytes.strip_prefix(&[VERSION])?);
         let mut counts = Self::default();
-        for _ in 0..bytes.len()? {
-            let key = str::from_utf8(bytes.key()?).ok()?;
-            let until = bytes.number()?;
-            let kind = Kind::of_letter(key.split(SEPARATOR).nth(1)?)?;
-            let len = bytes.len()?;
-            let state = State::of_numbers(kind, &bytes.numbers(len)?)?;
-            counts.states.insert(key.into(), (state, until));
+        for _ in 0..reader.len()? {
+            let (key, state) = reader.state()?;
+            counts.states.insert(key, state);
         }
-        for _ in 0..bytes.len()? {
-            let key = bytes.key()?.into();
-            let [until, period, granted] = [bytes.number()?, bytes.number()?, bytes.number()?];
-            let mut verdicts = Verdicts::new(granted, SmallVec::new());
-            for _ in 0..bytes.len()? {
-                let [remaining, reset] = [bytes.number()?, bytes.number()?];
-                verdicts.each.push(Verdict {
-                    remaining,
-                    wait: 0,
-                    reset,
-                });
-            }
-            counts
-                .answers
-                .insert(key, (Answered { period, verdicts }, until));
+        for _ in 0..reader.len()? {
+            let (key, answer) = reader.answer()?;
+            counts.answers.insert(key, answer);
         }
-        bytes.0.is_empty().then_some(counts)
+        // More bytes than counts: of another version, or damaged.
+        if !reader.0.is_empty() {
+            return None;
+        }
+        Some(counts)
     }
 
     fn verdicts(&mut self, check: &Check, now: i64) -> Verdicts {
-        self.answers.retain(|_, (_, until)| *until > now);
+        self.answers.retain(|_, answer| answer.until > now);
         let Some(id) = check.id() else {
             return self.charge(check, now);
         };
@@ -143,54 +144,62 @@ impl Counts {
             key.push(b'\n');
         }
         key.extend_from_slice(id.as_bytes());
-        if let Some((answered, until)) = self.answers.get(&*key)
-            && let Some(again) = answered.again(check, *until, now)
+        if let Some(answer) = self.answers.get(&*key)
+            && let Some(again) = answer.value.again(check, answer.until, now)
         {
             return again;
         }
         let verdicts = self.charge(check, now);
         if Answered::is_kept(check, &verdicts) {
-            let answered = Answered::new(check, &verdicts);
-            let until = now.saturating_add(answered.period);
-            self.answers.insert(key.into(), (answered, until));
+            let value = Answered::new(check, &verdicts);
+            let until = now.saturating_add(value.period);
+            self.answers.insert(key.into(), Expiring { value, until });
         }
         verdicts
     }
 
     fn charge(&mut self, check: &Check, now: i64) -> Verdicts {
-        self.states.retain(|_, (_, until)| *until > now);
-        let keys: SmallVec<[Box<str>; 1]> = check.policies().iter().map(key_of).collect();
-        let (mut states, untils): (SmallVec<[State; 1]>, SmallVec<[i64; 1]>) = keys
-            .iter()
-            .zip(check.policies())
-            .map(|(key, policy)| {
-                let fresh = || (State::fresh(policy.kind()), 0);
-                self.states.remove(key).unwrap_or_else(fresh)
-            })
-            .unzip();
+        self.states.retain(|_, state| state.until > now);
+        let mut states: SmallVec<[State; 1]> = SmallVec::new();
+        let mut places: SmallVec<[Place; 1]> = SmallVec::new();
+        for policy in check.policies() {
+            let key = key_of(policy);
+            let stored = self.states.remove(&key).unwrap_or_else(|| Expiring {
+                value: State::fresh(policy.kind()),
+                until: 0,
+            });
+            states.push(stored.value);
+            places.push(Place {
+                key,
+                until: stored.until,
+            });
+        }
         let verdicts = check.decide(&mut states, now);
-        let expiries = verdicts.each.iter().zip(untils).map(|(verdict, until)| {
+        for ((place, value), verdict) in places.into_iter().zip(states).zip(&verdicts.each) {
+            let mut until = now.saturating_add(verdict.reset);
             // Keep the expiry after a refund, as Redis does: the window has not started again.
-            let kept = if check.mode() == Mode::Reset {
-                0
-            } else {
-                until
-            };
-            kept.max(now.saturating_add(verdict.reset))
-        });
-        let counted = keys.into_iter().zip(states).zip(expiries);
-        self.states.extend(
-            counted
-                .map(|((key, state), until)| (key, (state, until)))
-                .filter(|(_, (_, until))| *until > now),
-        );
+            if check.mode() != Mode::Reset {
+                until = until.max(place.until);
+            }
+            if until > now {
+                self.states.insert(place.key, Expiring { value, until });
+            }
+        }
         verdicts
     }
 }
 
+/// The key of a state that is being decided on, and its expiry before.
+struct Place {
+    key: Box<str>,
+    until: i64,
+}
+
 /// Returns the name, strategy and span of a policy, on which its count depends.
 fn key_of(policy: &Policy) -> Box<str> {
-    let (name, letter, span) = (policy.name(), policy.kind().letter(), policy.span());
+    let name = policy.name();
+    let letter = policy.kind().letter();
+    let span = policy.span();
     format!("{name}{SEPARATOR}{letter}{SEPARATOR}{span}").into()
 }
 
@@ -204,6 +213,7 @@ struct Writer(Vec<u8>);
 
 impl Writer {
     fn len(&mut self, len: usize) {
+        // Saturated: memory holds no 2^32 charges of one caller.
         let len = u32::try_from(len).unwrap_or(u32::MAX);
         self.0.extend_from_slice(&len.to_le_bytes());
     }
@@ -214,14 +224,43 @@ impl Writer {
     }
 
     fn numbers(&mut self, numbers: &[i64]) {
-        let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
-        self.0.extend(bytes);
+        for number in numbers {
+            self.0.extend_from_slice(&number.to_le_bytes());
+        }
     }
 }
 
+/// Reads [`Writer`]'s bytes. Each method returns `None` if they are damaged.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
+    fn state(&mut self) -> Option<(Box<str>, Expiring<State>)> {
+        let key = str::from_utf8(self.key()?).ok()?;
+        let until = self.number()?;
+        let kind = Kind::of_letter(key.split(SEPARATOR).nth(1)?)?;
+        let len = self.len()?;
+        let value = State::of_numbers(kind, &self.numbers(len)?)?;
+        Some((key.into(), Expiring { value, until }))
+    }
+
+    fn answer(&mut self) -> Option<(Box<[u8]>, Expiring<Answered>)> {
+        let key = self.key()?;
+        let until = self.number()?;
+        let period = self.number()?;
+        let granted = self.number()?;
+        let mut verdicts = Verdicts::new(granted, SmallVec::new());
+        for _ in 0..self.len()? {
+            verdicts.each.push(Verdict {
+                remaining: self.number()?,
+                // A repetition passes: see `Answered::new`.
+                wait: 0,
+                reset: self.number()?,
+            });
+        }
+        let value = Answered { period, verdicts };
+        Some((key.into(), Expiring { value, until }))
+    }
+
     fn len(&mut self) -> Option<usize> {
         let (len, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
@@ -237,9 +276,13 @@ impl<'a> Reader<'a> {
 
     /// Returns a number that all strategies can calculate with.
     fn number(&mut self) -> Option<i64> {
-        let (number, rest) = self.0.split_first_chunk()?;
+        let (bytes, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
-        Some(i64::from_le_bytes(*number)).filter(|number| NUMBERS.contains(number))
+        let number = i64::from_le_bytes(*bytes);
+        if !NUMBERS.contains(&number) {
+            return None;
+        }
+        Some(number)
     }
 
     fn numbers(&mut self, len: usize) -> Option<Vec<i64>> {
@@ -253,10 +296,8 @@ const NUMBERS: std::ops::Range<i64> = 0..1 << 53;
 
 /// Returns microseconds since the Unix epoch.
 fn since_epoch(time: SystemTime) -> i64 {
-    micros(
-        time.duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or(Duration::ZERO),
-    )
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
+    micros(since.unwrap_or(Duration::ZERO))
 }
 
 #[cfg(test)]

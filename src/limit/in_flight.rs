@@ -41,20 +41,19 @@ const LONGEST_TTL: i64 = 3_600_000_000;
 
 /// Checks that a quota is a valid number of requests with a valid time to live of their slots.
 pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
-    let wrong = |problem| {
-        Err(ConfigError::new(format!(
-            "invalid quota `{quota}` for requests in flight: {problem}; use the number of requests and the \
-             slots' time to live, such as `10/30s`"
-        )))
+    let problem = if quota.capacity() != quota.limit() {
+        "a burst is not supported"
+    } else if quota.limit() > MAX {
+        "the maximum is 1000000 requests"
+    } else if !SLOT_TTLS.contains(&quota.period()) {
+        "the time to live must be 1 second to 1 hour"
+    } else {
+        return Ok(());
     };
-    match quota {
-        _ if quota.capacity() != quota.limit() => wrong("a burst is not supported"),
-        _ if quota.limit() > MAX => wrong("the maximum is 1000000 requests"),
-        _ if !SLOT_TTLS.contains(&quota.period()) => {
-            wrong("the time to live must be 1 second to 1 hour")
-        }
-        _ => Ok(()),
-    }
+    Err(ConfigError::new(format!(
+        "invalid quota `{quota}` for requests in flight: {problem}; use the number of requests and the \
+         slots' time to live, such as `10/30s`"
+    )))
 }
 
 /// Identifies the slot of one request [in flight](crate::Policy::in_flight): see
@@ -92,8 +91,11 @@ struct Slots {
 }
 
 impl Slots {
-    fn latest(&self) -> i64 {
-        self.by_expiry.last().map_or(0, |(expiry, _)| *expiry)
+    fn holds(&self, slot: Option<SlotId>, now: i64) -> bool {
+        match slot {
+            Some(slot) => self.expiries.get(&slot).is_some_and(|expiry| *expiry > now),
+            None => false,
+        }
     }
 
     fn set(&mut self, slot: SlotId, expiry: i64) {
@@ -129,15 +131,15 @@ impl Slots {
 impl State {
     /// Returns the id, in two halves, and the expiry of each slot.
     pub(super) fn to_numbers(&self) -> Vec<i64> {
-        let numbers = |(expiry, slot): &(i64, SlotId)| {
+        let mut numbers = Vec::with_capacity(3 * self.0.by_expiry.len());
+        for (expiry, slot) in &self.0.by_expiry {
             let id = slot.0.get();
-            [
-                (id >> 32) as i64,
-                (id & u64::from(u32::MAX)) as i64,
-                *expiry,
-            ]
-        };
-        self.0.by_expiry.iter().flat_map(numbers).collect()
+            // A number has less than 64 bits.
+            let high = (id >> 32) as i64;
+            let low = (id & u64::from(u32::MAX)) as i64;
+            numbers.extend([high, low, *expiry]);
+        }
+        numbers
     }
 
     /// Restores the slots from their [numbers](Self::to_numbers). `None` if no slots have them.
@@ -147,8 +149,9 @@ impl State {
         };
         let mut slots = Slots::default();
         for [high, low, expiry] in entries {
-            let [high, low] = [high, low].map(|half| u32::try_from(*half).ok());
-            let id = u64::from(high?) << 32 | u64::from(low?);
+            let high = u32::try_from(*high).ok()?;
+            let low = u32::try_from(*low).ok()?;
+            let id = u64::from(high) << 32 | u64::from(low);
             slots.set(SlotId(NonZeroU64::new(id)?), *expiry);
         }
         Some(Self(Box::new(slots)))
@@ -157,41 +160,32 @@ impl State {
     /// Previews the policy's verdict. It does not bound the grants of other policies: a slot is not
     /// part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask<'_>) -> Preview {
-        let Slots {
-            expiries,
-            by_expiry,
-        } = &*self.0;
-        let expired = by_expiry
-            .iter()
-            .take_while(|(expiry, _)| *expiry <= ask.now)
-            .count();
-        let room = params.capacity - (by_expiry.len() - expired) as i64;
-        let is_taken = || {
-            ask.slot
-                .and_then(|slot| expiries.get(&slot))
-                .is_some_and(|expiry| *expiry > ask.now)
-        };
+        let slots = &*self.0;
+        let by_expiry = slots.by_expiry.iter();
+        let expired = by_expiry.take_while(|(expiry, _)| *expiry <= ask.now);
+        let held = slots.by_expiry.len() - expired.count();
+        let room = params.capacity - held as i64;
         let (needs, grants) = match ask.mode {
             Mode::Peek => (1, 0),
             // This request already holds the slot.
-            Mode::Take | Mode::TakeAhead | Mode::UpTo if room < 1 && is_taken() => (i64::MIN, 1),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo
+                if room < 1 && slots.holds(ask.slot, ask.now) =>
+            {
+                (i64::MIN, 1)
+            }
             Mode::Take | Mode::TakeAhead | Mode::UpTo => (1, 1),
             Mode::Reset => (i64::MIN, params.capacity - room),
             Mode::Renew | Mode::Release => (i64::MIN, 1),
             Mode::Charge | Mode::Refund => (i64::MIN, 0),
         };
-        let (grants, max) = if room < needs {
-            (0, -1)
-        } else {
-            (grants, i64::MAX)
-        };
+        let is_denied = room < needs;
         Preview {
             registers: [0; 3],
             dirty: false,
             room,
             needs,
-            grants,
-            max,
+            grants: if is_denied { 0 } else { grants },
+            max: if is_denied { -1 } else { i64::MAX },
         }
     }
 
@@ -212,26 +206,24 @@ impl State {
             (Mode::Reset, _) => *slots = Slots::default(),
             (Mode::Release, Some(slot)) => slots.remove(slot),
             (_, Some(slot)) if granted > 0 => {
-                let expiry = slots
-                    .expiries
-                    .get(&slot)
-                    .copied()
-                    .unwrap_or(0)
-                    .max(ask.now + params.period);
+                let renewed = ask.now + params.period;
+                // A policy of the same name with a longer time to live may have taken the slot.
+                let expiry = match slots.expiries.get(&slot) {
+                    Some(before) => renewed.max(*before),
+                    None => renewed,
+                };
                 slots.set(slot, expiry);
             }
             _ => {}
         }
         let count = slots.by_expiry.len() as i64;
-        let remaining = (params.capacity - count).max(0);
-        let reset = if count > 0 {
-            slots.latest() - ask.now
-        } else {
-            0
+        let reset = match slots.by_expiry.last() {
+            Some((latest, _)) => latest - ask.now,
+            None => 0,
         };
         (
             Verdict {
-                remaining,
+                remaining: (params.capacity - count).max(0),
                 wait: if room < needs { RETRY_AFTER } else { 0 },
                 reset,
             },

@@ -107,13 +107,9 @@ impl Key {
     /// Creates a key from the caller's own bytes, such as the name of a user. A number is `Key::from(42)`.
     pub fn new(bytes: impl IsBytes) -> Self {
         let bytes = bytes.as_ref();
-        let readable =
-            |b: &u8| b.is_ascii_graphic() && !matches!(b, b'{' | b'}' | b':' | b',' | b'~');
-        if bytes != b"*"
-            && !bytes.is_empty()
-            && bytes.len() <= Self::MAX
-            && bytes.iter().all(readable)
-        {
+        let fits = (1..=Self::MAX).contains(&bytes.len());
+        // No caller may have the key of all callers.
+        if fits && bytes != b"*" && bytes.iter().all(is_readable) {
             Self::reserved(bytes)
         } else {
             Self::hashed(Sha256::new().chain_update(b"key\0").chain_update(bytes))
@@ -152,7 +148,7 @@ impl Key {
                 let mut end = ADDRESS.len();
                 for octet in v4.octets() {
                     key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
-                    end += 2 + usize::from(octet >= 10) + usize::from(octet >= 100);
+                    end += digits_of(octet) + 1;
                 }
                 key.bytes[end - 1] = 0;
                 key.len = end as u8 - 1;
@@ -172,8 +168,7 @@ impl Key {
                 }
                 // Skip the final point of each entry of `OCTETS`.
                 key.push(b"/");
-                let [digits @ .., _] = OCTETS[usize::from(prefix)];
-                key.push(&digits[..1 + usize::from(prefix >= 10) + usize::from(prefix >= 100)]);
+                key.push(&OCTETS[usize::from(prefix)][..digits_of(prefix)]);
             }
         }
         key
@@ -183,7 +178,10 @@ impl Key {
     pub(crate) fn to_network(self) -> Option<IpNet> {
         let text = str::from_utf8(self.as_bytes().strip_prefix(ADDRESS)?).ok()?;
         match text.split_once('/') {
-            None => text.parse().ok().map(IpAddr::V4).map(IpNet::from),
+            None => {
+                let address = IpAddr::V4(text.parse().ok()?);
+                Some(address.into())
+            }
             // A network of more than 64 bits has no colons.
             Some((digits, prefix)) if digits.len() == 32 => {
                 let bits = u128::from_str_radix(digits, 16).ok()?;
@@ -196,18 +194,20 @@ impl Key {
     /// Combines keys. `("a", "bc")` and `("ab", "c")` differ, and a tuple of one key differs from
     /// that key.
     pub fn tuple(parts: &[Key]) -> Self {
-        let len = parts
-            .iter()
-            .map(|part| part.as_bytes().len() + 1)
-            .sum::<usize>();
-        let nested = parts
-            .iter()
-            .any(|part| part.as_bytes().contains(&SEPARATOR));
-        if parts.len() < 2 || nested || len > Self::MAX + 1 {
-            let hash = Sha256::new().chain_update(b"tuple\0");
-            return Self::hashed(parts.iter().fold(hash, |hash, part| {
-                hash.chain_update([part.len]).chain_update(part.as_bytes())
-            }));
+        let mut len = 0;
+        let mut is_nested = false;
+        for part in parts {
+            len += part.as_bytes().len() + 1;
+            is_nested |= part.as_bytes().contains(&SEPARATOR);
+        }
+        // As text, a tuple of one key would equal that key, and a tuple in a tuple would equal its parts.
+        if parts.len() < 2 || is_nested || len > Self::MAX + 1 {
+            let mut hash = Sha256::new().chain_update(b"tuple\0");
+            for part in parts {
+                hash.update([part.len]);
+                hash.update(part.as_bytes());
+            }
+            return Self::hashed(hash);
         }
         let mut key = Self::reserved(b"");
         for (i, part) in parts.iter().enumerate() {
@@ -261,21 +261,23 @@ impl Key {
     /// Parses the caller's part of a Redis key. `None` for text that is no caller's, for example if
     /// a `~` begins it and no hash follows, as in the key of a probe.
     pub(crate) fn of_redis(text: &str) -> Option<Self> {
-        let is_possible = |byte: u8| byte.is_ascii_graphic() && !b"{}".contains(&byte);
-        let is_hash = |digits: &[u8]| digits.iter().all(u8::is_ascii_hexdigit);
         let is_caller = match text.as_bytes() {
-            [HASHED, rest @ ..] => rest.get(..32).is_some_and(is_hash),
+            [HASHED, rest @ ..] => match rest.first_chunk::<32>() {
+                Some(digits) => digits.iter().all(u8::is_ascii_hexdigit),
+                None => false,
+            },
             bytes => !bytes.is_empty(),
         };
-        (is_caller && text.len() <= Self::MAX && text.bytes().all(is_possible))
-            .then(|| Self::reserved(text.as_bytes()))
+        if !is_caller || text.len() > Self::MAX || !text.bytes().all(is_in_redis) {
+            return None;
+        }
+        Some(Self::reserved(text.as_bytes()))
     }
 
     /// Creates a hashed key from its hexadecimal digits.
     #[cfg(feature = "serde")]
     pub(super) fn of_digits(digits: &str) -> Option<Self> {
-        let lower_hex = |b: u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
-        if digits.len() != 32 || !digits.bytes().all(lower_hex) {
+        if digits.len() != 32 || !digits.bytes().all(is_lower_hex) {
             return None;
         }
         let mut key = Self::reserved(&[HASHED]);
@@ -293,7 +295,8 @@ impl Key {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
         let start = usize::from(self.len);
         for (digits, byte) in self.bytes[start..].chunks_exact_mut(2).zip(bytes) {
-            digits.copy_from_slice(&[byte >> 4, byte & 15].map(|digit| DIGITS[usize::from(digit)]));
+            digits[0] = DIGITS[usize::from(byte >> 4)];
+            digits[1] = DIGITS[usize::from(byte & 15)];
             self.len += 2;
         }
     }
@@ -305,6 +308,26 @@ impl Key {
         self.bytes[start..end].copy_from_slice(&bytes[..end - start]);
         self.len = end as u8;
     }
+}
+
+/// Returns `true` if a readable key may contain the byte: it is printable and separates nothing.
+fn is_readable(byte: &u8) -> bool {
+    byte.is_ascii_graphic() && !b"{}:,~".contains(byte)
+}
+
+/// Returns `true` if the caller's part of a Redis key may contain the byte.
+fn is_in_redis(byte: u8) -> bool {
+    byte.is_ascii_graphic() && !b"{}".contains(&byte)
+}
+
+#[cfg(feature = "serde")]
+fn is_lower_hex(byte: u8) -> bool {
+    matches!(byte, b'0'..=b'9' | b'a'..=b'f')
+}
+
+/// Returns the number of decimal digits.
+fn digits_of(number: u8) -> usize {
+    1 + usize::from(number >= 10) + usize::from(number >= 100)
 }
 
 /// Returns the embedded IPv4 address of an IPv6 address, if there is one.

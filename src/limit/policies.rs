@@ -57,15 +57,43 @@ struct List {
     /// The lease, if all policies are leased.
     lease: Option<Lease>,
     has_lease: bool,
-    has_in_flight: bool,
+    contents: Contents,
     /// A hash of the addresses of the policies.
     identity: u64,
-    /// The policies of requests in flight, and the others, if the list contains both.
-    split: Option<(Policies, Policies)>,
     /// An instance's share, for the most recent number of instances.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
     /// A value that another module derived from the list.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
+}
+
+/// The kinds of policies in a list.
+enum Contents {
+    /// Costs over time.
+    Costs,
+    /// Requests in flight.
+    InFlight,
+    /// Both: the policies of each.
+    Both {
+        costs: Policies,
+        in_flight: Policies,
+    },
+}
+
+impl Contents {
+    fn of(policies: &[Policy]) -> Self {
+        let (in_flight, costs): (SmallVec<_>, SmallVec<_>) =
+            policies.iter().cloned().partition(Policy::is_in_flight);
+        if in_flight.is_empty() {
+            Self::Costs
+        } else if costs.is_empty() {
+            Self::InFlight
+        } else {
+            Self::Both {
+                costs: Policies::of(costs),
+                in_flight: Policies::of(in_flight),
+            }
+        }
+    }
 }
 
 /// The lease of a list of policies.
@@ -79,16 +107,15 @@ pub(crate) struct Lease {
 
 impl Lease {
     fn of(policies: &[Policy]) -> Option<Self> {
-        let times = policies
-            .iter()
-            .map(Policy::lease)
-            .collect::<Option<SmallVec<[Duration; 1]>>>()?;
+        let mut shortest = Duration::MAX;
         let mut hasher = DefaultHasher::new();
         for policy in policies {
-            (policy.name(), policy.kind(), policy.quota(), policy.lease()).hash(&mut hasher);
+            let time = policy.lease()?;
+            shortest = shortest.min(time);
+            (policy.name(), policy.kind(), policy.quota(), time).hash(&mut hasher);
         }
         Some(Self {
-            time: times.into_iter().min()?,
+            time: shortest,
             id: hasher.finish(),
         })
     }
@@ -132,34 +159,15 @@ impl Policies {
 
     /// Combines at least one and at most [`MAX`](Self::MAX) policies with different names.
     pub(crate) fn of(policies: SmallVec<[Policy; 1]>) -> Self {
-        let hash = |number: fn(&Policy) -> u64| {
-            let mut hasher = DefaultHasher::new();
-            policies
-                .iter()
-                .for_each(|policy| number(policy).hash(&mut hasher));
-            hasher.finish()
-        };
-        let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
-        let (in_flight, others): (SmallVec<_>, SmallVec<_>) =
-            policies.iter().cloned().partition(Policy::is_in_flight);
-        let has_in_flight = !in_flight.is_empty();
-        let split =
-            (has_in_flight && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
-        let (lease, has_lease) = (
-            Lease::of(&policies),
-            policies.iter().any(|policy| policy.lease().is_some()),
-        );
-        let (part, derived) = (Mutex::default(), OnceLock::new());
         Self(Arc::new(List {
+            id: hash_of_each(&policies, Policy::id),
+            identity: hash_of_each(&policies, |policy| policy.address() as u64),
+            lease: Lease::of(&policies),
+            has_lease: policies.iter().any(|policy| policy.lease().is_some()),
+            contents: Contents::of(&policies),
+            part: Mutex::default(),
+            derived: OnceLock::new(),
             policies,
-            id,
-            lease,
-            has_lease,
-            has_in_flight,
-            identity,
-            split,
-            part,
-            derived,
         }))
     }
 
@@ -175,49 +183,51 @@ impl Policies {
 
     /// Returns the share of one of `instances` instances; see [`Policy::share`].
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
-        let mut part = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*part {
-            Some((of, part)) if *of == instances => part.clone(),
-            _ => {
-                let made = Self::of(self.iter().map(|policy| policy.share(instances)).collect());
-                part.insert((instances, made)).1.clone()
-            }
+        let mut last = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, part)) = &*last
+            && *of == instances
+        {
+            return part.clone();
         }
+        let part = Self::of(self.iter().map(|policy| policy.share(instances)).collect());
+        *last = Some((instances, part.clone()));
+        part
     }
 
     /// Returns the policies that count requests [in flight](Policy::in_flight).
     #[inline]
     pub(crate) fn in_flight(&self) -> Option<&Self> {
-        match &self.0.split {
-            _ if !self.0.has_in_flight => None,
-            Some((in_flight, _)) => Some(in_flight),
-            None => Some(self),
+        match &self.0.contents {
+            Contents::Costs => None,
+            Contents::InFlight => Some(self),
+            Contents::Both { in_flight, .. } => Some(in_flight),
         }
     }
 
     /// Returns the policies that count costs over time.
     pub(crate) fn without_in_flight(&self) -> Option<&Self> {
-        match &self.0.split {
-            Some((_, others)) => Some(others),
-            None => (!self.0.has_in_flight).then_some(self),
+        match &self.0.contents {
+            Contents::Costs => Some(self),
+            Contents::InFlight => None,
+            Contents::Both { costs, .. } => Some(costs),
         }
     }
 
     /// Returns `true` if this policy counts towards `granted`. Beside other policies, one of
     /// requests in flight does not: it grants one request, not a cost.
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
-        self.0.split.is_none() || !policy.is_in_flight()
+        match self.0.contents {
+            Contents::Costs | Contents::InFlight => true,
+            Contents::Both { .. } => !policy.is_in_flight(),
+        }
     }
 
     /// Returns the undivided policies if these are an instance's share, otherwise the same list.
     pub(crate) fn whole(&self) -> Self {
-        match self
-            .iter()
-            .all(|policy| std::ptr::eq(policy, policy.whole()))
-        {
-            true => self.clone(),
-            false => Self::of(self.iter().map(|policy| policy.whole().clone()).collect()),
+        if self.iter().all(Policy::is_whole) {
+            return self.clone();
         }
+        Self::of(self.iter().map(|policy| policy.whole().clone()).collect())
     }
 
     /// Returns the longest period, in microseconds.
@@ -259,12 +269,13 @@ impl Policies {
     /// Returns `true` if both lists contain the same policies in memory, which is cheaper than
     /// comparing their values.
     pub(crate) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-            || self.identity() == other.identity()
-                && self
-                    .iter()
-                    .map(Policy::address)
-                    .eq(other.iter().map(Policy::address))
+        if Arc::ptr_eq(&self.0, &other.0) {
+            return true;
+        }
+        // A copy of a list has the same policies. The hashes may collide, so compare the addresses too.
+        let own = self.iter().map(Policy::address);
+        let others = other.iter().map(Policy::address);
+        self.identity() == other.identity() && own.eq(others)
     }
 
     /// A list of the same policies in fresh `Arc`s, to avoid contention.
@@ -280,16 +291,20 @@ impl Policies {
         make: fn(&Self) -> T,
         read: impl FnOnce(&T) -> R,
     ) -> R {
-        match self
-            .0
-            .derived
-            .get_or_init(|| Box::new(make(self)))
-            .downcast_ref()
-        {
+        let kept = self.0.derived.get_or_init(|| Box::new(make(self)));
+        match kept.downcast_ref() {
             Some(kept) => read(kept),
             None => read(&make(self)),
         }
     }
+}
+
+fn hash_of_each(policies: &[Policy], number: fn(&Policy) -> u64) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for policy in policies {
+        number(policy).hash(&mut hasher);
+    }
+    hasher.finish()
 }
 
 impl From<Policy> for Policies {

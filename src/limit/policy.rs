@@ -49,8 +49,7 @@ struct Inner {
     kind: Kind,
     quota: Quota,
     params: Params,
-    /// The quota before it was [leased](Policy::leased), and the lease time.
-    lease: Option<(Quota, Duration)>,
+    lease: Option<QuotaLease>,
     /// The whole policy, if this is an instance's share of it.
     whole: Option<Policy>,
     is_pause: bool,
@@ -59,6 +58,14 @@ struct Inner {
     /// Identifies the count within this process: a hash of the name, the kind's letter in keys, and
     /// the span.
     id: u64,
+}
+
+/// The lease of a policy: see [`Policy::leased`].
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct QuotaLease {
+    /// The quota before.
+    stated: Quota,
+    time: Duration,
 }
 
 impl Policy {
@@ -190,28 +197,7 @@ impl Policy {
             return Err(ConfigError::new(text));
         }
         let stated = self.stated();
-        let is_gradual = self.frees().is_gradual();
-        let longest = match is_gradual {
-            true => stated.time_for(stated.capacity().into()) / 2,
-            false => stated.period() / 2,
-        };
-        let is_whole = time.subsec_nanos().is_multiple_of(1_000);
-        let is_small = longest < SHORTEST_LEASE
-            || is_gradual && stated.units_in(time.min(longest)) >= stated.capacity();
-        if is_small || !is_whole || !(SHORTEST_LEASE..=longest).contains(&time) {
-            let larger = if is_gradual { "burst" } else { "period" };
-            let text = match is_small {
-                true => format!("raise the {larger}, or remove the lease"),
-                false => {
-                    format!(
-                        "use whole microseconds from {SHORTEST_LEASE:?} to {longest:?}, or raise the {larger}"
-                    )
-                }
-            };
-            return Err(ConfigError::new(format!(
-                "cannot lease the quota `{stated}` for {time:?}: {text}"
-            )));
-        }
+        check_lease(stated, time, self.frees().is_gradual())?;
         let quota = match self.frees() {
             Frees::Gradually => stated.burst(stated.capacity() - stated.units_in(time)),
             Frees::InBatches | Frees::OneByOne | Frees::Fading | Frees::WithCell => {
@@ -219,9 +205,9 @@ impl Policy {
             }
             Frees::WithWindow | Frees::OnRelease => stated,
         };
-        let mut leased = Self::of_kind(self.name(), self.kind(), quota)?;
+        let mut leased = self.with_quota(quota)?;
         if let Some(inner) = Arc::get_mut(&mut leased.0) {
-            inner.lease = Some((stated, time));
+            inner.lease = Some(QuotaLease { stated, time });
         }
         Ok(leased)
     }
@@ -243,12 +229,15 @@ impl Policy {
     /// Returns the quota before it was leased or divided, which people see.
     pub(crate) fn stated(&self) -> Quota {
         let whole = &self.whole().0;
-        whole.lease.map_or(whole.quota, |(stated, _)| stated)
+        match whole.lease {
+            Some(lease) => lease.stated,
+            None => whole.quota,
+        }
     }
 
     /// Returns the [lease](Self::leased) time, if the policy is leased.
     pub(crate) fn lease(&self) -> Option<Duration> {
-        self.0.lease.map(|(_, time)| time)
+        Some(self.0.lease?.time)
     }
 
     /// Creates a policy of the crate's own, whose quota is certainly valid.
@@ -259,11 +248,11 @@ impl Policy {
     }
 
     fn with_params(name: &str, kind: Kind, quota: Quota, params: Params) -> Self {
-        let (span, mut hasher) = (span::of(kind, quota).into_boxed_str(), DefaultHasher::new());
+        let span = span::of(kind, quota).into_boxed_str();
+        let mut hasher = DefaultHasher::new();
         (name, kind.letter(), &span).hash(&mut hasher);
-        let (name, id) = (name.into(), hasher.finish());
         Self(Arc::new(Inner {
-            name,
+            name: name.into(),
             kind,
             quota,
             params,
@@ -271,7 +260,7 @@ impl Policy {
             whole: None,
             is_pause: false,
             span,
-            id,
+            id: hasher.finish(),
         }))
     }
 
@@ -321,30 +310,36 @@ impl Policy {
         if self.is_pause() {
             return self.clone();
         }
-        let part = |whole: u32| (whole / instances).max(1);
-        let Inner {
-            name, kind, quota, ..
-        } = &*self.0;
-        let burst = part(quota.capacity());
-        let by_limit = Quota::per(part(quota.limit()), quota.period()).burst(burst);
-        let by_period = Quota::per(
-            quota.limit(),
-            quota.period().saturating_mul(instances.get()),
-        )
-        .burst(burst);
-        let by_period = Some(by_period).filter(|_| self.frees().is_gradual());
-        let part = by_period
-            .into_iter()
-            .chain([by_limit])
-            .find_map(|part| Self::of_kind(name, *kind, part).ok());
-        part.map_or_else(|| self.clone(), |part| part.of(self.clone(), instances))
+        let quota = self.quota();
+        let limit = (quota.limit() / instances).max(1);
+        let burst = (quota.capacity() / instances).max(1);
+        let by_limit = Quota::per(limit, quota.period()).burst(burst);
+        let part = if self.frees().is_gradual() {
+            // A longer period divides the rate exactly, unless it is too long for a quota.
+            let period = quota.period().saturating_mul(instances.get());
+            let by_period = Quota::per(quota.limit(), period).burst(burst);
+            self.with_quota(by_period)
+                .or_else(|_| self.with_quota(by_limit))
+        } else {
+            self.with_quota(by_limit)
+        };
+        match part {
+            Ok(part) => part.of(self.clone(), instances),
+            Err(_) => self.clone(),
+        }
+    }
+
+    /// Creates a policy of this name and kind.
+    fn with_quota(&self, quota: Quota) -> Result<Self, ConfigError> {
+        Self::of_kind(self.name(), self.kind(), quota)
     }
 
     /// Turns the policy into a share of `whole`, with the count of `whole`.
     fn of(mut self, whole: Self, instances: NonZeroU32) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.params = inner.params.share_of(whole.params(), instances);
-            (inner.span, inner.id) = (whole.0.span.clone(), whole.0.id);
+            inner.span = whole.0.span.clone();
+            inner.id = whole.0.id;
             inner.whole = Some(whole);
         }
         self
@@ -353,9 +348,10 @@ impl Policy {
     /// Returns how long a charge counts at most, in microseconds: with a burst, the time in which a
     /// full burst refills; in a cell, until the cell has left the window.
     pub(crate) fn counts_for(&self) -> i64 {
-        let (quota, period) = (self.quota(), self.params().period);
+        let period = self.params().period;
         match self.frees() {
             Frees::Gradually | Frees::InBatches => {
+                let quota = self.quota();
                 let periods = quota.capacity().div_ceil(quota.limit().max(1));
                 period.saturating_mul(periods.into())
             }
@@ -373,6 +369,11 @@ impl Policy {
     /// Returns the policy that this is a share of, or itself.
     pub(crate) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)
+    }
+
+    /// Returns `true` unless this is a share of another policy.
+    pub(super) fn is_whole(&self) -> bool {
+        self.0.whole.is_none()
     }
 
     pub(crate) fn params(&self) -> &Params {
@@ -399,6 +400,31 @@ impl Policy {
     pub(super) fn address(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
+}
+
+/// Returns an error if a quota cannot be [leased](Policy::leased) for this time.
+fn check_lease(stated: Quota, time: Duration, is_gradual: bool) -> Result<(), ConfigError> {
+    let (longest, larger) = if is_gradual {
+        let refills = stated.time_for(stated.capacity().into());
+        (refills / 2, "burst")
+    } else {
+        (stated.period() / 2, "period")
+    };
+    // The lease lowers a burst by that, and at least 1 must be left.
+    let takes_burst = is_gradual && stated.units_in(time.min(longest)) >= stated.capacity();
+    let is_whole = time.subsec_nanos().is_multiple_of(1_000);
+    let fix = if longest < SHORTEST_LEASE || takes_burst {
+        format!("raise the {larger}, or remove the lease")
+    } else if !is_whole || !(SHORTEST_LEASE..=longest).contains(&time) {
+        format!(
+            "use whole microseconds from {SHORTEST_LEASE:?} to {longest:?}, or raise the {larger}"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(ConfigError::new(format!(
+        "cannot lease the quota `{stated}` for {time:?}: {fix}"
+    )))
 }
 
 pub(crate) fn check_name(name: &str) -> Result<(), ConfigError> {
@@ -435,11 +461,13 @@ impl fmt::Debug for Policy {
 impl PartialEq for Policy {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-            || (self.name() == other.name()
-                && self.kind() == other.kind()
-                && self.quota() == other.quota())
-                && self.0.lease == other.0.lease
+        if Arc::ptr_eq(&self.0, &other.0) {
+            return true;
+        }
+        self.name() == other.name()
+            && self.kind() == other.kind()
+            && self.quota() == other.quota()
+            && self.0.lease == other.0.lease
     }
 }
 
@@ -474,10 +502,12 @@ impl Kind {
 
     /// Returns the kind with this letter in Redis keys, with default parameters.
     pub(super) fn of_letter(letter: &str) -> Option<Self> {
-        let strategies = Strategy::ALL.iter().map(|strategy| Self::Rate(*strategy));
-        strategies
-            .chain([Self::InFlight])
-            .find(|kind| kind.letter() == letter)
+        if letter == Self::InFlight.letter() {
+            return Some(Self::InFlight);
+        }
+        let mut strategies = Strategy::ALL.iter();
+        let strategy = strategies.find(|strategy| strategy.letter() == letter)?;
+        Some(Self::Rate(*strategy))
     }
 
     /// Returns how the policy's capacity is freed.

@@ -12,8 +12,6 @@
 //! The limit of a window is not part of its span, so that the count continues if the limit changes.
 //! A bucket's level has a meaning only under the bucket's own quota.
 
-use std::time::Duration;
-
 use super::{Align, Kind, Quota, Refill, Strategy, duration};
 
 const FIRST_HIT: &str = "hit";
@@ -27,10 +25,10 @@ pub(super) fn of(kind: Kind, quota: Quota) -> String {
     let period = duration::Text(quota.period());
     match strategy {
         Strategy::FixedWindow(Align::FirstHit) => format!("{period}+{FIRST_HIT}"),
-        Strategy::FixedWindow(Align::Clock { offset }) => match offset.as_micros() as u64 {
-            0 => period.to_string(),
-            offset => format!("{period}+{}", duration::Text(Duration::from_micros(offset))),
-        },
+        Strategy::FixedWindow(Align::Clock { offset }) if offset.is_zero() => period.to_string(),
+        Strategy::FixedWindow(Align::Clock { offset }) => {
+            format!("{period}+{}", duration::Text(offset))
+        }
         Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
         Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
         Strategy::TokenBucket(Refill::Interval) => bucket(quota) + INTERVAL,
@@ -52,58 +50,64 @@ fn bucket(quota: Quota) -> String {
 /// Parses a span, given the kind's letter in keys. A span does not contain the limit of a window,
 /// so that is 1. `None` if no policy has this span.
 pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
-    let every = |period: &str| Some(Quota::per(1, duration::parse(period).ok()?));
-    let (strategy, quota) = match Kind::of_letter(letter)? {
-        Kind::InFlight => {
-            return span
-                .is_empty()
-                .then_some((Kind::InFlight, Quota::per_second(1)));
-        }
-        Kind::Rate(Strategy::FixedWindow(_)) => {
-            let (period, align) = match span.split_once('+') {
-                None => (span, Align::default()),
-                Some((period, FIRST_HIT)) => (period, Align::FirstHit),
-                Some((period, offset)) => (
-                    period,
-                    Align::Clock {
-                        offset: duration::parse(offset).ok()?,
-                    },
-                ),
-            };
-            (Strategy::FixedWindow(align), every(period)?)
-        }
-        Kind::Rate(Strategy::SlidingWindow { .. }) => {
-            let (period, cells) = span.split_once('/')?;
-            (
-                Strategy::SlidingWindow {
-                    cells: cells.parse().ok()?,
-                },
-                every(period)?,
-            )
-        }
-        Kind::Rate(strategy @ (Strategy::SlidingLog | Strategy::SlidingCounter)) => {
-            (strategy, every(span)?)
-        }
-        Kind::Rate(strategy) => {
-            let (rate, strategy) = match (strategy, span.strip_suffix(INTERVAL)) {
-                (Strategy::TokenBucket(_), Some(rate)) => {
-                    (rate, Strategy::TokenBucket(Refill::Interval))
-                }
-                _ => (span, strategy),
-            };
-            let (rate, burst) = rate
-                .split_once('+')
-                .map_or((rate, None), |(rate, burst)| (rate, Some(burst)));
-            let rate: Quota = rate.parse().ok()?;
-            (
-                strategy,
-                burst.map_or(Some(rate), |burst| Some(rate.burst(burst.parse().ok()?)))?,
-            )
-        }
+    let kind = Kind::of_letter(letter)?;
+    let Kind::Rate(strategy) = kind else {
+        return span.is_empty().then_some((kind, Quota::per_second(1)));
+    };
+    let (strategy, quota) = match strategy {
+        Strategy::FixedWindow(_) => read_fixed_window(span)?,
+        Strategy::SlidingWindow { .. } => read_sliding_window(span)?,
+        Strategy::SlidingLog | Strategy::SlidingCounter => (strategy, read_period(span)?),
+        Strategy::TokenBucket(_) => read_token_bucket(span)?,
+        Strategy::LeakyBucket | Strategy::Gcra => (strategy, read_bucket(span)?),
     };
     let kind = Kind::Rate(strategy);
-    // Reject text that `of` would not write.
-    (quota.is_valid() && of(kind, quota) == span).then_some((kind, quota))
+    // Reject text that `of` would not write: two spans of one count would be two keys.
+    if !quota.is_valid() || of(kind, quota) != span {
+        return None;
+    }
+    Some((kind, quota))
+}
+
+fn read_fixed_window(span: &str) -> Option<(Strategy, Quota)> {
+    let (period, align) = match span.split_once('+') {
+        None => (span, Align::default()),
+        Some((period, FIRST_HIT)) => (period, Align::FirstHit),
+        Some((period, offset)) => {
+            let offset = duration::parse(offset).ok()?;
+            (period, Align::Clock { offset })
+        }
+    };
+    Some((Strategy::FixedWindow(align), read_period(period)?))
+}
+
+fn read_sliding_window(span: &str) -> Option<(Strategy, Quota)> {
+    let (period, cells) = span.split_once('/')?;
+    let cells = cells.parse().ok()?;
+    Some((Strategy::SlidingWindow { cells }, read_period(period)?))
+}
+
+fn read_token_bucket(span: &str) -> Option<(Strategy, Quota)> {
+    let (bucket, refill) = match span.strip_suffix(INTERVAL) {
+        Some(bucket) => (bucket, Refill::Interval),
+        None => (span, Refill::Greedy),
+    };
+    Some((Strategy::TokenBucket(refill), read_bucket(bucket)?))
+}
+
+/// Parses the quota of a bucket: a rate, and a burst that differs from its limit.
+fn read_bucket(text: &str) -> Option<Quota> {
+    let Some((rate, burst)) = text.split_once('+') else {
+        return text.parse().ok();
+    };
+    let rate: Quota = rate.parse().ok()?;
+    Some(rate.burst(burst.parse().ok()?))
+}
+
+/// Returns a quota of this period. Its limit is 1, since the span does not contain it.
+fn read_period(text: &str) -> Option<Quota> {
+    let period = duration::parse(text).ok()?;
+    Some(Quota::per(1, period))
 }
 
 #[cfg(test)]

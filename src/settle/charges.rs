@@ -158,14 +158,13 @@ impl RequestCharges {
     /// Adds the reservation and the slot of a dry run or a shadow. If the head of the response has
     /// already determined the cost, settles the reservation.
     pub(crate) fn add(&self, reserved: Charge, slot: Option<Slot>) {
-        let cost = {
-            let mut state = lock(&self.state);
-            state.in_flight.extend(slot);
-            match state.settlement.cost_at_head(reserved.cost()) {
-                None => return state.unsettled.reserved.push(reserved),
-                Some(cost) => cost,
-            }
+        let mut state = lock(&self.state);
+        state.in_flight.extend(slot);
+        let Some(cost) = state.settlement.cost_at_head(reserved.cost()) else {
+            state.unsettled.reserved.push(reserved);
+            return;
         };
+        drop(state);
         settle(&reserved, cost, &self.ops);
     }
 
@@ -173,34 +172,36 @@ impl RequestCharges {
     /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
     /// if the rule determines it and something is reserved there.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
-        let (unsettled, known, cost) = {
-            let mut state = lock(&self.state);
-            state.settlement = settlement;
-            let reserved = self.reserved();
-            let cost = settlement.cost_at_head(reserved)?;
-            (
-                std::mem::take(&mut state.unsettled),
-                reserved.saturating_sub(self.extra.swap(0, Relaxed)),
-                cost,
-            )
-        };
-        let settled = unsettled.enforced.then_some(Settled {
-            reserved: known,
-            cost,
-        });
+        let mut state = lock(&self.state);
+        state.settlement = settlement;
+        let reserved = self.reserved();
+        let cost = settlement.cost_at_head(reserved)?;
+        let unsettled = std::mem::take(&mut state.unsettled);
+        let extra = self.extra.swap(0, Relaxed);
+        drop(state);
+        let is_enforced = unsettled.enforced;
         unsettled.settle(
             |reserved| settlement.cost(reserved, Counted::default()),
             &self.ops,
         );
-        settled
+        if !is_enforced {
+            return None;
+        }
+        Some(Settled {
+            // The decision that is updated by this does not include the additions.
+            reserved: reserved.saturating_sub(extra),
+            cost,
+        })
     }
 
     /// Returns the check that reserves more under the layer's policies. `None` if nothing is
     /// reserved there, or if it is already settled.
     pub(super) fn check_extra(&self, units: u32) -> Option<Check> {
         let state = lock(&self.state);
-        let reserved = state.unsettled.reserved.first();
-        let reserved = reserved.filter(|_| state.unsettled.enforced)?;
+        if !state.unsettled.enforced {
+            return None;
+        }
+        let reserved = state.unsettled.reserved.first()?;
         let policies = reserved.decision().policies().whole();
         let check = Check::take(*reserved.key(), policies.without_in_flight()?, units);
         Some(check.reserving(true))
@@ -209,17 +210,16 @@ impl RequestCharges {
     /// Adds the grant of a check by [`check_extra`](Self::check_extra).
     pub(super) fn add_extra(&self, reserved: Charge) {
         let units = reserved.cost();
-        let settlement = {
-            let mut state = lock(&self.state);
-            if state.settlement.cost_at_head(units).is_none() {
-                state.unsettled.add_extra(reserved);
-                for sum in [&self.reserved, &self.extra] {
-                    sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
-                }
-                return;
+        let mut state = lock(&self.state);
+        if state.settlement.cost_at_head(units).is_none() {
+            state.unsettled.add_extra(reserved);
+            for sum in [&self.reserved, &self.extra] {
+                sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
             }
-            state.settlement
-        };
+            return;
+        }
+        let settlement = state.settlement;
+        drop(state);
         // The rule was applied before the reply. If it determined the cost, that is already
         // charged.
         let kept = if settlement == Settlement::Keep {
@@ -232,15 +232,15 @@ impl RequestCharges {
 
     /// Refunds the newest addition of `units`, because an outer layer has not reserved its own.
     pub(super) fn refund_extra(&self, units: u32) {
-        let given = {
-            let extra = &mut lock(&self.state).unsettled.extra;
-            let Some(at) = extra.iter().rposition(|reserved| reserved.cost() == units) else {
-                return;
-            };
-            self.reserved.fetch_sub(units, Relaxed);
-            self.extra.fetch_sub(units, Relaxed);
-            extra.remove(at)
+        let mut state = lock(&self.state);
+        let extra = &mut state.unsettled.extra;
+        let Some(at) = extra.iter().rposition(|charge| charge.cost() == units) else {
+            return;
         };
+        let given = extra.remove(at);
+        self.reserved.fetch_sub(units, Relaxed);
+        self.extra.fetch_sub(units, Relaxed);
+        drop(state);
         settle(&given, 0, &self.ops);
     }
 
@@ -278,14 +278,19 @@ impl RequestCharges {
 
     /// Returns the counted cost, if a handle has counted any.
     pub(super) fn counted(&self) -> Option<u64> {
-        Some(self.units.load(Relaxed)).filter(|units| *units != UNUSED)
+        match self.units.load(Relaxed) {
+            UNUSED => None,
+            units => Some(units),
+        }
     }
 
     /// Counts for this layer and for the outer ones.
     pub(super) fn count(&self, count: impl Fn(u64) -> u64 + Copy) {
-        // Stay below `UNUSED`.
-        let next = |units| Some(count(if units == UNUSED { 0 } else { units }).min(UNUSED - 1));
-        let _ = self.units.fetch_update(Relaxed, Relaxed, next);
+        let _ = self.units.fetch_update(Relaxed, Relaxed, |units| {
+            let before = if units == UNUSED { 0 } else { units };
+            // Below `UNUSED`, which is no count.
+            Some(count(before).min(UNUSED - 1))
+        });
         if let Some(outer) = self.outer.get() {
             outer.count(count);
         }
@@ -313,14 +318,11 @@ impl Unsettled {
     /// that a long stream keeps the additions of about one period.
     fn add_extra(&mut self, reserved: Charge) {
         if self.extra.len() == self.extra.capacity() {
-            let (now, expired) = (instant(), &mut self.expired);
-            self.extra.retain(|reserved| {
-                let counts = reserved.refund(reserved.cost(), now).is_some();
-                if !counts {
-                    *expired = expired.saturating_add(reserved.cost());
-                }
-                counts
-            });
+            let now = instant();
+            let has_expired = |charge: &mut Charge| charge.refund(charge.cost(), now).is_none();
+            for charge in self.extra.extract_if(.., has_expired) {
+                self.expired = self.expired.saturating_add(charge.cost());
+            }
             self.extra.reserve(self.extra.len());
         }
         self.extra.push(reserved);
@@ -334,35 +336,52 @@ impl Unsettled {
             expired,
             ..
         } = self;
-        let extra_cost = extra
-            .iter()
-            .map(Charge::cost)
-            .fold(expired, u32::saturating_add);
+        let mut extra_cost = expired;
+        for charge in &extra {
+            extra_cost = extra_cost.saturating_add(charge.cost());
+        }
         let mut reserved = reserved.into_iter();
         if extra_cost > 0
             && let Some(first) = reserved.next()
         {
             let all = first.cost().saturating_add(extra_cost);
-            let cost = cost(all);
-            let (mut back, mut missing) = (all.saturating_sub(cost), cost.saturating_sub(all));
-            let mut settle_part = |part: &Charge, back: &mut u32| {
-                let refunded = part.cost().min(*back);
-                *back -= refunded;
-                let cost = part.cost() - refunded + std::mem::take(&mut missing);
-                settle(part, cost, ops);
-            };
-            // Refund the newest reservation first, since all of it still counts.
-            for part in extra.iter().rev() {
-                settle_part(part, &mut back);
+            for (charge, cost) in split(first, extra, expired, cost(all)) {
+                settle(&charge, cost, ops);
             }
-            back = back.saturating_sub(expired);
-            settle_part(&first, &mut back);
         }
         for tried in reserved {
             let cost = cost(tried.cost().saturating_add(extra_cost));
             settle(&tried, cost, ops);
         }
     }
+}
+
+/// Splits the cost of a request over its first reservation and the additions to it. `expired` is the cost of the additions
+/// that can no longer be refunded. Returns the charges, newest first, each with the part of the cost that replaces it.
+///
+/// The newest are refunded first, since all of them still counts. A missing cost is charged with the newest.
+fn split(first: Charge, extra: Vec<Charge>, expired: u32, cost: u32) -> Vec<(Charge, u32)> {
+    let mut reserved = first.cost().saturating_add(expired);
+    for charge in &extra {
+        reserved = reserved.saturating_add(charge.cost());
+    }
+    let mut back = reserved.saturating_sub(cost);
+    let missing = cost.saturating_sub(reserved);
+    let mut parts = Vec::with_capacity(extra.len() + 1);
+    for charge in extra.into_iter().rev() {
+        let refunded = charge.cost().min(back);
+        back -= refunded;
+        let kept = charge.cost() - refunded;
+        parts.push((charge, kept));
+    }
+    // Older than the additions, newer than the first: that part of the refund is lost.
+    back = back.saturating_sub(expired);
+    let kept = first.cost().saturating_sub(back);
+    parts.push((first, kept));
+    if let Some((_, newest)) = parts.first_mut() {
+        *newest += missing;
+    }
+    parts
 }
 
 /// Charges the caller `cost` instead of a charge: refunds the rest, or charges the missing part.
@@ -388,7 +407,7 @@ mod tests {
     use tokio::time::sleep;
 
     use super::*;
-    use crate::limit::{Key, Policy, Quota, Strategy};
+    use crate::limit::{Key, Policy, Quota, Source, Strategy, Verdict};
     use crate::limiter::Limiter;
     use crate::settle::RequestCost;
     use crate::store::{LocalStore, op_queue};
@@ -420,6 +439,39 @@ mod tests {
                 refunded,
                 "costs {cost}"
             );
+        }
+    }
+
+    /// A first reservation of 10, then 2 that have expired, then 3 and 5.
+    #[test]
+    fn the_newest_charges_are_refunded_first() {
+        let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1_000));
+        let policies = policies.unwrap().into();
+        let charge = |cost| {
+            let take = Check::take(Key::GLOBAL, &policies, cost);
+            let decision = take.decided(Source::Local, cost, |_| Verdict::allowed());
+            Charge::new(Key::GLOBAL, decision, cost, instant())
+        };
+        for (extra, cost, parts) in [
+            (&[3, 5][..], 23, &[(5, 8), (3, 3), (10, 10)][..]),
+            (&[3, 5], 20, &[(5, 5), (3, 3), (10, 10)]),
+            (&[3, 5], 17, &[(5, 2), (3, 3), (10, 10)]),
+            (&[3, 5], 13, &[(5, 0), (3, 1), (10, 10)]),
+            // The expired part cannot be refunded.
+            (&[3, 5], 11, &[(5, 0), (3, 0), (10, 10)]),
+            (&[3, 5], 9, &[(5, 0), (3, 0), (10, 9)]),
+            (&[3, 5], 0, &[(5, 0), (3, 0), (10, 0)]),
+            (&[], 15, &[(10, 13)]),
+            (&[], 11, &[(10, 10)]),
+            (&[], 4, &[(10, 4)]),
+        ] {
+            let extra_charges = extra.iter().map(|cost| charge(*cost)).collect();
+            let split = split(charge(10), extra_charges, 2, cost);
+            let split: Vec<_> = split
+                .iter()
+                .map(|(part, cost)| (part.cost(), *cost))
+                .collect();
+            assert_eq!(split, parts, "{cost} for {extra:?}");
         }
     }
 

@@ -105,12 +105,13 @@ impl RequestCost {
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide, independent of the layer's [`OnError`](crate::reject::OnError).
     pub async fn reserve(&self, units: u32) -> Result<(), ReserveError> {
-        let mut granted = Vec::new();
+        let mut granted: Vec<&Arc<RequestCharges>> = Vec::new();
         let mut next = Some(&self.charges);
         while let Some(charges) = next {
             if let Err(error) = reserve_under(charges, units).await {
-                let inner = granted.iter();
-                inner.for_each(|inner: &&Arc<RequestCharges>| inner.refund_extra(units));
+                for inner in granted {
+                    inner.refund_extra(units);
+                }
                 return Err(error);
             }
             granted.push(charges);
@@ -131,8 +132,10 @@ async fn reserve_under(charges: &Arc<RequestCharges>, units: u32) -> Result<(), 
     let Some(check) = charges.check_extra(units) else {
         return Ok(());
     };
-    let (key, since, this) = (*check.key(), instant(), Arc::clone(charges));
+    let key = *check.key();
+    let since = instant();
     let (sender, receiver) = oneshot::channel();
+    let this = Arc::clone(charges);
     // `this` keeps the charges unsettled until the reply, even if the handler stops waiting.
     let op = PendingOp::of_check(check).then(move |answer| {
         let granted = match answer {
@@ -149,9 +152,11 @@ async fn reserve_under(charges: &Arc<RequestCharges>, units: u32) -> Result<(), 
         let _ = sender.send(granted);
     });
     charges.send(op);
-    receiver
-        .await
-        .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).check_only().into()))
+    match receiver.await {
+        Ok(granted) => granted,
+        // The queue's runtime has shut down, and dropped the operation.
+        Err(_) => Err(StoreError::new(ErrorKind::NoRuntime).check_only().into()),
+    }
 }
 
 impl fmt::Debug for RequestCost {

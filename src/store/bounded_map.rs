@@ -1,4 +1,23 @@
 //! A map of bounded size that drops expired entries gradually.
+//!
+//! # Eviction
+//!
+//! Two known parts, combined: **sampled eviction** with a clock hand, and a small **admission window**.
+//!
+//! - A full map compares 8 entries, and drops the one with the lowest [rank](Ranked::rank), as Redis does with
+//!   `maxmemory-samples`. Its samples are random; here a hand goes round, as in the CLOCK algorithm (Corbató, 1968), so that
+//!   each entry is compared once per round.
+//! - Where [`OLD_STAYS`](Ranked::OLD_STAYS), the keys that were inserted into the full map, the *newcomers*, are dropped
+//!   first: the lowest-ranked of 4 of them, unless all 4 are worth more than the old entry that the hand found. Then that
+//!   one is dropped, and the highest-ranked of the 4 becomes an old entry. Like the window of W-TinyLFU (Einziger,
+//!   Friedman and Manes, 2017), this keeps keys that are used once from displacing others. Unlike it, nothing is counted of a
+//!   dropped key.
+//!
+//! **Bounds.** At most `max` entries. A new key costs at most 12 comparisons, and drops at most one entry. A sixteenth of the
+//! entries are newcomers, at least 4 and at most 32. An old entry is dropped only while there are fewer, or if it is worth
+//! less than each of 4 newcomers. So a flood of keys of the lowest worth replaces itself. In a full map, at most `max / 8`
+//! entries that still count are dropped before a given expired one is; otherwise all expired ones are dropped before the
+//! number of entries has doubled.
 
 use hashbrown::HashTable;
 
@@ -6,11 +25,9 @@ use super::shards::Digest;
 
 /// A map of bounded size, whose entries expire.
 ///
-/// When the map is full, each new key replaces the lowest-[ranked](Ranked::rank) of a few
-/// candidates: some old entries, which take turns, and some *newcomers*, which were inserted into
-/// the full map. So a flood of new keys replaces its own entries. Example: the map is full of
-/// callers that have used up their limits. New callers with little usage replace each other in a
-/// few places, where a newcomer with more usage than the others usually stays.
+/// A flood of new keys replaces its own entries. Example: the map is full of callers that have used
+/// up their limits. New callers with little usage replace each other in a few places, where a
+/// newcomer with more usage than the others usually stays.
 #[derive(Debug)]
 pub(super) struct BoundedMap<V> {
     places: Vec<Place<V>>,
@@ -77,6 +94,10 @@ impl Hold {
     }
 }
 
+/// Number of old entries that a full map compares for a new key.
+const OLD_LOOKS: usize = 8;
+/// Number of newcomers that it compares.
+const NEWCOMER_LOOKS: usize = 4;
 /// The most entries of a map.
 const MOST: usize = 1 << u16::BITS;
 
@@ -104,7 +125,7 @@ impl<V: Ranked> BoundedMap<V> {
     }
 
     pub(super) fn get(&self, key: Digest) -> Option<&Slot<V>> {
-        self.places.get(self.find(key)?).map(|place| &place.slot)
+        Some(&self.places.get(self.find(key)?)?.slot)
     }
 
     pub(super) fn get_mut(&mut self, key: Digest) -> Option<&mut Slot<V>> {
@@ -113,19 +134,19 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Returns the place of a key, valid until the next insertion or removal.
     pub(super) fn find(&self, key: Digest) -> Option<usize> {
-        let is_there = |place: &u16| {
-            self.places
-                .get(*place as usize)
-                .is_some_and(|place| place.key == key)
-        };
-        self.index
-            .find(key.hash(), is_there)
-            .map(|place| *place as usize)
+        let place = self
+            .index
+            .find(key.hash(), |place| self.key_at(*place) == Some(key))?;
+        Some(usize::from(*place))
+    }
+
+    fn key_at(&self, place: u16) -> Option<Digest> {
+        Some(self.places.get(usize::from(place))?.key)
     }
 
     /// Returns the entry at a place.
     pub(super) fn at(&mut self, place: usize) -> Option<&mut Slot<V>> {
-        self.places.get_mut(place).map(|place| &mut place.slot)
+        Some(&mut self.places.get_mut(place)?.slot)
     }
 
     pub(super) fn remove(&mut self, key: Digest) -> Option<V> {
@@ -134,17 +155,16 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Removes the entry at a place. The last entry moves to that place.
     pub(super) fn remove_at(&mut self, place: usize) -> Option<V> {
-        let (hash, last) = (
-            self.places.get(place)?.key.hash(),
-            self.places.last()?.key.hash(),
-        );
-        if let Ok(entry) = self.index.find_entry(hash, |at| *at as usize == place) {
+        let hash = self.places.get(place)?.key.hash();
+        let last_hash = self.places.last()?.key.hash();
+        if let Ok(entry) = self.index.find_entry(hash, |at| usize::from(*at) == place) {
             entry.remove();
         }
         let gone = self.places.swap_remove(place);
+        let last = self.places.len();
         if let Some(at) = self
             .index
-            .find_mut(last, |at| *at as usize == self.places.len())
+            .find_mut(last_hash, |at| usize::from(*at) == last)
         {
             *at = place as u16;
         }
@@ -165,13 +185,9 @@ impl<V: Ranked> BoundedMap<V> {
             // Grow by an eighth: doubling would leave up to half of the memory unused.
             self.places.reserve_exact(self.places.len() / 8 + 4);
         }
-        let hash = |place: &u16| {
-            self.places
-                .get(*place as usize)
-                .map_or(0, |place| place.key.hash())
-        };
+        let place = self.places.len() as u16;
         self.index
-            .insert_unique(key.hash(), self.places.len() as u16, hash);
+            .insert_unique(key.hash(), place, |place| hash_at(&self.places, *place));
         self.places.push(Place {
             key,
             slot: Slot { value, hold },
@@ -182,11 +198,12 @@ impl<V: Ranked> BoundedMap<V> {
     /// Drops an expired entry if it finds one; in a `full` map, always drops an entry, the
     /// lowest-ranked of a few. Returns it.
     ///
-    /// Two checks per new key suffice: all expired entries are found before the number of entries
-    /// has doubled.
+    /// Two looks per new key suffice to find all expired entries before the number of entries has
+    /// doubled: n new keys look at 2 n places, and all are in the first 2 n.
     pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
         let mut old: Option<(Hold, u32)> = None;
-        for _ in 0..if full { 8 } else { 2 } {
+        let looks = if full { OLD_LOOKS } else { 2 };
+        for _ in 0..looks {
             if self.hand as usize >= self.places.len() {
                 self.hand = 0;
             }
@@ -216,40 +233,64 @@ impl<V: Ranked> BoundedMap<V> {
     /// Returns the place of a newcomer, or `old`, the place of the lowest-ranked old entry, if
     /// every newcomer is worth more.
     fn place_to_free(&mut self, old_rank: Hold, old: u32) -> u32 {
-        // At most a sixteenth of all entries are newcomers.
-        if self.newcomers.len() < (self.max / 16).clamp(4, 32) {
+        if self.newcomers.len() < self.max_newcomers() {
             self.newcomers.push(old);
             return old;
         }
-        let looks = [1, 2, 3, 4].map(|look| {
-            let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
-            let place = self.places.get(self.newcomers[index] as usize);
-            // A place beyond the last entry ranks highest, so it is reassigned to another newcomer.
-            (
-                place.map_or(Hold(u64::MAX), |Place { slot, .. }| {
-                    slot.value.rank(slot.hold)
-                }),
-                index,
-            )
-        });
-        // Of equal ranks, the first one.
-        let least = looks.into_iter().min_by_key(|(rank, _)| *rank);
-        let highest = looks.into_iter().rev().max_by_key(|(rank, _)| *rank);
-        match (least, highest) {
-            (Some((rank, index)), _) if rank.worth() <= old_rank.worth() => {
-                self.newcomers_hand = index as u32;
-                self.newcomers[index]
+        let mut least = self.look_at_newcomer(1);
+        let mut highest = least;
+        for step in 2..=NEWCOMER_LOOKS {
+            let look = self.look_at_newcomer(step);
+            // The first of equal ranks.
+            if look.rank < least.rank {
+                least = look;
             }
-            (_, Some((_, index))) => {
-                self.newcomers_hand = index as u32;
-                if !self.newcomers.contains(&old) {
-                    // The newcomer with the highest rank becomes an old entry.
-                    self.newcomers[index] = old;
-                }
-                old
+            if look.rank > highest.rank {
+                highest = look;
             }
-            _ => old,
         }
+        // By worth only: a later expiry alone does not protect a newcomer.
+        if least.rank.worth() <= old_rank.worth() {
+            self.newcomers_hand = least.index as u32;
+            return self.newcomers[least.index];
+        }
+        self.newcomers_hand = highest.index as u32;
+        if !self.newcomers.contains(&old) {
+            // The newcomer with the highest rank becomes an old entry.
+            self.newcomers[highest.index] = old;
+        }
+        old
+    }
+
+    fn max_newcomers(&self) -> usize {
+        (self.max / 16).clamp(NEWCOMER_LOOKS, 32)
+    }
+
+    /// Looks at a newcomer, `step` places after the last chosen one.
+    fn look_at_newcomer(&self, step: usize) -> Look {
+        let index = (self.newcomers_hand as usize + step) % self.newcomers.len();
+        let rank = match self.places.get(self.newcomers[index] as usize) {
+            Some(Place { slot, .. }) => slot.value.rank(slot.hold),
+            // Beyond the last entry: the highest rank, so that the place is reassigned to another newcomer.
+            None => Hold(u64::MAX),
+        };
+        Look { rank, index }
+    }
+}
+
+/// A newcomer that was considered.
+#[derive(Clone, Copy)]
+struct Look {
+    rank: Hold,
+    /// The index into `newcomers`.
+    index: usize,
+}
+
+/// Returns the hash of the key at a place.
+fn hash_at<V>(places: &[Place<V>], place: u16) -> u64 {
+    match places.get(usize::from(place)) {
+        Some(place) => place.key.hash(),
+        None => 0,
     }
 }
 

@@ -41,19 +41,40 @@ struct Counted {
 enum Rule {
     /// Whole charges, each until its expiry.
     Charges(Vec<Counted>),
-    /// A level in units times the period, at a time: the limit drains in each microsecond.
-    Level(i128, i64),
-    /// Missing tokens, the time of the last refill or of the first charge, the number of refills, and
-    /// the number of times at which the bucket was full.
-    Batches(i64, i64, i64, u64),
+    /// A level that drains in each microsecond.
+    Level {
+        /// In units times the period: the limit drains in each microsecond.
+        level: i128,
+        at: i64,
+    },
+    /// A bucket that is refilled after each period.
+    Batches {
+        missing: i64,
+        /// The time of the last refill or of the first charge.
+        at: i64,
+        refills: i64,
+        /// The number of times at which the bucket was full.
+        full_times: u64,
+    },
+}
+
+/// The state of a bucket with batches when a charge was made.
+struct Made {
+    refills: i64,
+    full_times: u64,
 }
 
 impl Rule {
     fn new(strategy: Strategy) -> Self {
         match strategy {
-            Strategy::TokenBucket(Refill::Interval) => Self::Batches(0, 0, 0, 0),
+            Strategy::TokenBucket(Refill::Interval) => Self::Batches {
+                missing: 0,
+                at: 0,
+                refills: 0,
+                full_times: 0,
+            },
             Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => {
-                Self::Level(0, 0)
+                Self::Level { level: 0, at: 0 }
             }
             _ => Self::Charges(vec![]),
         }
@@ -66,8 +87,8 @@ struct PolicyModel {
     period: i64,
     capacity: i64,
     rule: Rule,
-    /// The refills and full times when each charge was made, under batches.
-    made: HashMap<u64, (i64, u64)>,
+    /// By the charge's number, under batches.
+    made: HashMap<u64, Made>,
 }
 
 fn div_ceil(a: i128, b: i128) -> i64 {
@@ -123,24 +144,24 @@ impl PolicyModel {
 
     /// Removes the charges that have expired or drained at `now`.
     fn pass_to(&mut self, now: i64) {
-        let strategy = self.strategy;
-        let (limit, period) = (self.limit, self.period);
+        let counts_for = self.expiry(0);
         match &mut self.rule {
             Rule::Charges(charges) => {
-                let counts = match strategy {
-                    Strategy::SlidingCounter => 2 * period,
-                    _ => period,
-                };
-                charges.retain(|charge| charge.units > 0 && charge.since + counts > now);
+                charges.retain(|charge| charge.units > 0 && charge.since + counts_for > now);
             }
-            Rule::Level(level, at) => {
-                *level = 0.max(*level - i128::from(now - *at) * i128::from(limit));
+            Rule::Level { level, at } => {
+                *level = 0.max(*level - i128::from(now - *at) * i128::from(self.limit));
                 *at = now;
             }
-            Rule::Batches(missing, at, refills, _) => {
-                while *missing > 0 && *at + period <= now {
-                    *missing = 0.max(*missing - limit);
-                    *at += period;
+            Rule::Batches {
+                missing,
+                at,
+                refills,
+                ..
+            } => {
+                while *missing > 0 && *at + self.period <= now {
+                    *missing = 0.max(*missing - self.limit);
+                    *at += self.period;
                     *refills += 1;
                 }
             }
@@ -150,19 +171,16 @@ impl PolicyModel {
     /// The largest cost that would be allowed at a time, if nothing is charged until then; negative in
     /// debt.
     fn room(&self, at: i64) -> i64 {
-        let (limit, period) = (i128::from(self.limit), i128::from(self.period));
+        let limit = i128::from(self.limit);
+        let period = i128::from(self.period);
         match &self.rule {
             Rule::Charges(charges) if self.strategy == Strategy::SlidingCounter => {
                 // Each unit of the previous window counts for the part that the sliding window overlaps.
                 let window = at - at % self.period;
-                let sum = |start: i64| {
-                    let of_window = charges.iter().filter(|charge| charge.since == start);
-                    of_window
-                        .map(|charge| i128::from(charge.units))
-                        .sum::<i128>()
-                };
+                let current = units_of_window(charges, window);
+                let previous = units_of_window(charges, window - self.period);
                 let overlap = i128::from(window + self.period - at);
-                let used = sum(window) * period + sum(window - self.period) * overlap;
+                let used = current * period + previous * overlap;
                 ((i128::from(self.capacity) * period - used).div_euclid(period)) as i64
             }
             Rule::Charges(charges) => {
@@ -171,11 +189,13 @@ impl PolicyModel {
                     .filter(|charge| self.expiry(charge.since) > at);
                 self.capacity - counted.map(|charge| charge.units).sum::<i64>()
             }
-            Rule::Level(level, since) => {
-                let level = 0.max(level - i128::from(at - since) * limit);
-                ((i128::from(self.capacity) * period - level).div_euclid(period)) as i64
+            Rule::Level { level, at: since } => {
+                let left = 0.max(level - i128::from(at - since) * limit);
+                ((i128::from(self.capacity) * period - left).div_euclid(period)) as i64
             }
-            Rule::Batches(missing, since, ..) => {
+            Rule::Batches {
+                missing, at: since, ..
+            } => {
                 let refills = (at - since) / self.period;
                 self.capacity - 0.max(missing - refills.min(*missing) * self.limit)
             }
@@ -192,7 +212,8 @@ impl PolicyModel {
         let free_at = match &self.rule {
             // The estimate never rises while nothing is charged.
             Rule::Charges(_) if self.strategy == Strategy::SlidingCounter => {
-                let (mut before, mut after) = (now, now + 2 * self.period);
+                let mut before = now;
+                let mut after = now + 2 * self.period;
                 while after - before > 1 {
                     let middle = before + (after - before) / 2;
                     match is_free(&middle) {
@@ -206,11 +227,11 @@ impl PolicyModel {
                 let expiries = charges.iter().map(|charge| self.expiry(charge.since));
                 expiries.filter(is_free).min().unwrap()
             }
-            Rule::Level(level, _) => {
+            Rule::Level { level, .. } => {
                 let over = level - i128::from(self.capacity - needs) * period;
                 now + div_ceil(over, self.limit.into())
             }
-            Rule::Batches(missing, at, ..) => {
+            Rule::Batches { missing, at, .. } => {
                 let over = missing - (self.capacity - needs);
                 at + div_ceil(over.into(), self.limit.into()) * self.period
             }
@@ -226,11 +247,19 @@ impl PolicyModel {
                 let expiries = counted.map(|charge| self.expiry(charge.since) - now);
                 expiries.max().unwrap_or(0)
             }
-            Rule::Level(level, _) => div_ceil(*level, self.limit.into()),
-            Rule::Batches(0, ..) => 0,
-            Rule::Batches(missing, at, ..) => {
+            Rule::Level { level, .. } => div_ceil(*level, self.limit.into()),
+            Rule::Batches { missing: 0, .. } => 0,
+            Rule::Batches { missing, at, .. } => {
                 at + div_ceil((*missing).into(), self.limit.into()) * self.period - now
             }
+        }
+    }
+
+    fn numbers(&self, wait: i64, now: i64) -> Numbers {
+        Numbers {
+            remaining: self.room(now).max(0),
+            wait,
+            reset: self.reset(now),
         }
     }
 
@@ -245,13 +274,23 @@ impl PolicyModel {
                 since,
                 units,
             }),
-            Rule::Level(level, _) => *level += i128::from(units) * i128::from(self.period),
-            Rule::Batches(missing, at, refills, full_times) => {
+            Rule::Level { level, .. } => *level += i128::from(units) * i128::from(self.period),
+            Rule::Batches {
+                missing,
+                at,
+                refills,
+                full_times,
+            } => {
                 if *missing == 0 {
-                    (*at, *full_times) = (now, *full_times + 1);
+                    *at = now;
+                    *full_times += 1;
                 }
                 *missing += units;
-                self.made.insert(number, (*refills, *full_times));
+                let made = Made {
+                    refills: *refills,
+                    full_times: *full_times,
+                };
+                self.made.insert(number, made);
             }
         }
     }
@@ -263,12 +302,13 @@ impl PolicyModel {
         match &mut self.rule {
             Rule::Charges(charges) => {
                 let counted = charges.iter_mut().find(|each| each.number == charge.number);
-                counted.map_or(0, |counted| {
-                    counted.units -= part;
-                    part
-                })
+                let Some(counted) = counted else {
+                    return 0;
+                };
+                counted.units -= part;
+                part
             }
-            Rule::Level(level, _) => {
+            Rule::Level { level, .. } => {
                 // The drained part is not refunded.
                 let drained = i128::from(now - charge.at) * i128::from(self.limit);
                 let left = i128::from(charge.cost) * period - drained;
@@ -276,11 +316,16 @@ impl PolicyModel {
                 *level -= refunded;
                 div_ceil(refunded, period)
             }
-            Rule::Batches(missing, _, refills, full_times) => {
+            Rule::Batches {
+                missing,
+                refills,
+                full_times,
+                ..
+            } => {
                 let left = match self.made.get(&charge.number) {
                     // Since then, the bucket was never full.
-                    Some((before, times)) if times == full_times => {
-                        charge.cost - (*refills - before) * self.limit
+                    Some(made) if made.full_times == *full_times => {
+                        charge.cost - (*refills - made.refills) * self.limit
                     }
                     _ => 0,
                 };
@@ -292,6 +337,17 @@ impl PolicyModel {
     }
 }
 
+/// Returns the units that were charged in the window with this start.
+fn units_of_window(charges: &[Counted], start: i64) -> i128 {
+    let mut units = 0;
+    for charge in charges {
+        if charge.since == start {
+            units += i128::from(charge.units);
+        }
+    }
+    units
+}
+
 /// A charge that may be refunded once.
 struct Charged {
     number: u64,
@@ -301,8 +357,20 @@ struct Charged {
     decision: Decision,
 }
 
-/// The expected answer: the granted cost, and per policy what remains, the wait, and the reset.
-type Expected = (i64, Vec<(i64, i64, i64)>);
+/// The expected answer, with the numbers of each policy.
+#[derive(Debug, Clone, PartialEq)]
+struct Expected {
+    granted: i64,
+    each: Vec<Numbers>,
+}
+
+/// The numbers of a verdict.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Numbers {
+    remaining: i64,
+    wait: i64,
+    reset: i64,
+}
 
 /// A caller under a list of policies.
 struct Model {
@@ -317,22 +385,25 @@ impl Model {
     /// The expected answer to a check that is not a refund.
     fn check(&mut self, check: &Check, id: Option<u8>, now: i64) -> Expected {
         if let Some(id) = id
-            && let Some((until, (granted, each))) = self.answers.get(&id)
+            && let Some((until, answer)) = self.answers.get(&id)
             && now < *until
         {
-            let passed = each
-                .iter()
-                .map(|(remaining, _, reset)| (*remaining, 0, *reset));
-            return (*granted, passed.collect());
+            let mut repeated = answer.clone();
+            for numbers in &mut repeated.each {
+                numbers.wait = 0;
+            }
+            return repeated;
         }
         self.last_number += 1;
-        let (mode, cost) = (check.mode(), i64::from(check.cost()));
+        let mode = check.mode();
+        let cost = i64::from(check.cost());
         for model in &mut self.each {
             model.pass_to(now);
         }
         let rooms: Vec<i64> = self.each.iter().map(|model| model.room(now)).collect();
         let least = rooms.iter().copied().min().unwrap();
-        let (mut each, mut grants) = (vec![], vec![]);
+        let mut each = vec![];
+        let mut grants = vec![];
         for (model, room) in self.each.iter_mut().zip(rooms) {
             let (needs, grant) = match mode {
                 Mode::Take => (cost, if cost <= least { cost } else { 0 }),
@@ -357,15 +428,18 @@ impl Model {
                 model.charge(self.last_number, grant, now);
             }
             grants.push(grant);
-            each.push((model.room(now).max(0), wait, model.reset(now)));
+            each.push(model.numbers(wait, now));
         }
         let granted = match mode {
             Mode::Charge => grants.into_iter().min(),
             _ => grants.into_iter().max(),
         };
-        let expected = (granted.unwrap(), each);
+        let expected = Expected {
+            granted: granted.unwrap(),
+            each,
+        };
         if let Some(id) = id
-            && (expected.0 > 0 || mode == Mode::Charge)
+            && (expected.granted > 0 || mode == Mode::Charge)
         {
             let until = now + self.longest;
             self.answers.insert(id, (until, expected.clone()));
@@ -374,14 +448,15 @@ impl Model {
     }
 
     fn refund(&mut self, charge: &Charged, part: i64, now: i64) -> Expected {
-        let (mut refunded, mut each) = (0, vec![]);
+        let mut granted = 0;
+        let mut each = vec![];
         for model in &mut self.each {
             model.pass_to(now);
-            refunded = refunded.max(model.refund(charge, part, now));
+            granted = granted.max(model.refund(charge, part, now));
             model.pass_to(now);
-            each.push((model.room(now).max(0), 0, model.reset(now)));
+            each.push(model.numbers(0, now));
         }
-        (refunded, each)
+        Expected { granted, each }
     }
 }
 
@@ -438,7 +513,8 @@ impl Run {
     fn new(seed: u64, local: &LocalStore) -> Self {
         let mut rng = Rng::with_seed(seed);
         let names = ["one", "two", "three"];
-        let (mut policies, mut each) = (vec![], vec![]);
+        let mut policies = vec![];
+        let mut each = vec![];
         for name in &names[..rng.usize(1..=3)] {
             let strategy = *rng.choice(Strategy::ALL).unwrap();
             let quota = quota(&mut rng, strategy);
@@ -447,7 +523,6 @@ impl Run {
             each.push(PolicyModel::new(&policy, strategy));
             policies.push(policy);
         }
-        let policies = Policies::new(policies).unwrap();
         let model = Model {
             longest: each.iter().map(|model| model.period).max().unwrap(),
             each,
@@ -459,7 +534,7 @@ impl Run {
             key: Key::new(seed.to_string()),
             rng,
             seed,
-            policies,
+            policies: Policies::new(policies).unwrap(),
             model,
             local: local.clone(),
             counts: Counts::default(),
@@ -471,9 +546,15 @@ impl Run {
     /// Sends a check to both stores, and compares their answers with the expected one.
     fn compare(&mut self, check: Check, expected: &Expected, coverage: &mut Coverage) -> Decision {
         let verdicts = self.local.verdicts(&check, || self.now);
-        let each = verdicts.each.iter();
-        let each = each.map(|verdict| (verdict.remaining, verdict.wait, verdict.reset));
-        let found = (verdicts.granted, each.collect());
+        let each = verdicts.each.iter().map(|verdict| Numbers {
+            remaining: verdict.remaining,
+            wait: verdict.wait,
+            reset: verdict.reset,
+        });
+        let found = Expected {
+            granted: verdicts.granted,
+            each: each.collect(),
+        };
         assert_eq!(
             (&found, self.now),
             (expected, self.now),
@@ -489,10 +570,13 @@ impl Run {
         let decision = check.answer(verdicts, Source::Local);
         assert_eq!(counted, decision, "seed {}", self.seed);
         coverage.checks += 1;
-        coverage.denied += u64::from(expected.1.iter().any(|(_, wait, _)| *wait > 0));
-        for (_, wait, reset) in &expected.1 {
-            self.times
-                .extend([*wait, *reset].into_iter().filter(|time| *time > 0));
+        coverage.denied += u64::from(expected.each.iter().any(|numbers| numbers.wait > 0));
+        for numbers in &expected.each {
+            for time in [numbers.wait, numbers.reset] {
+                if time > 0 {
+                    self.times.push(time);
+                }
+            }
         }
         self.times = self.times.split_off(self.times.len().saturating_sub(12));
         decision
@@ -509,10 +593,14 @@ impl Run {
         match refunds.next() {
             Some(check) => {
                 let _ = self.compare(check, &expected, coverage);
-                coverage.refunded += u64::from(expected.0 == part);
-                coverage.in_part += u64::from((1..part).contains(&expected.0));
+                coverage.refunded += u64::from(expected.granted == part);
+                coverage.in_part += u64::from((1..part).contains(&expected.granted));
             }
-            None => assert_eq!(expected.0, 0, "seed {}: {:?}", self.seed, charge.decision),
+            None => assert_eq!(
+                expected.granted, 0,
+                "seed {}: {:?}",
+                self.seed, charge.decision
+            ),
         }
     }
 
@@ -539,31 +627,32 @@ impl Run {
             2 | 3 => rng.u32(..=capacity) / 4,
             _ => 1,
         };
-        let (key, policies) = (self.key, &self.policies);
-        let check = match rng.u8(..16) {
+        let key = self.key;
+        let policies = &self.policies;
+        let plain = match rng.u8(..16) {
             0 | 1 => Check::peek(key, policies, cost),
             2..=4 => Check::up_to(key, policies, cost),
             5 => Check::charge(key, policies, cost),
             6 if rng.u8(..4) == 0 => Check::reset(key, policies),
             _ => Check::take(key, policies, cost),
         };
-        let has_id = rng.u8(..4) == 0 && !matches!(check.mode(), Mode::Peek | Mode::Reset);
+        let has_id = rng.u8(..4) == 0 && !matches!(plain.mode(), Mode::Peek | Mode::Reset);
         let id = has_id.then(|| rng.u8(..6));
-        let expected = self.model.check(&check, id, self.now);
+        let expected = self.model.check(&plain, id, self.now);
         let check = match id {
-            Some(id) => check.with_id([id]),
-            None => check,
+            Some(id) => plain.with_id([id]),
+            None => plain,
         };
         let mode = check.mode();
         let decision = self.compare(check, &expected, coverage);
         coverage.repeated += u64::from(decision.is_repeated());
         if mode == Mode::Reset {
             self.open.clear();
-        } else if expected.0 > 0 && !decision.is_repeated() {
+        } else if expected.granted > 0 && !decision.is_repeated() {
             self.open.push(Charged {
                 number: self.model.last_number,
                 at: self.now,
-                cost: expected.0,
+                cost: expected.granted,
                 decision,
             });
         }
@@ -583,7 +672,8 @@ fn stores_decide_as_the_docs_define() {
         None => 0..checks.div_ceil(CHECKS_PER_SEED),
     };
     let is_one = seeds.end - seeds.start == 1;
-    let (local, mut coverage) = (LocalStore::default(), Coverage::default());
+    let local = LocalStore::default();
+    let mut coverage = Coverage::default();
     for seed in seeds {
         let mut run = Run::new(seed, &local);
         for _ in 0..CHECKS_PER_SEED {

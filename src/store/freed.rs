@@ -30,8 +30,11 @@ struct Inner {
     queues: Mutex<Vec<WeakOpQueue>>,
 }
 
-/// The policies under which a request waits, and what wakes it.
-type Waiter = (Policies, Arc<Wake>);
+/// A request that waits under these policies.
+struct Waiter {
+    policies: Policies,
+    wake: Arc<Wake>,
+}
 
 /// Wakes a waiter, and records whether a caller may have more room.
 #[derive(Debug, Default)]
@@ -59,18 +62,16 @@ impl Waiters {
     }
 
     fn wake(&self, check: &Check) {
-        let freed = |policies: &Policies| {
-            let ids = || check.policies().iter().map(|freed| freed.id());
-            policies
-                .iter()
-                .any(|policy| ids().any(|id| id == policy.id()))
-        };
-        let wakes: SmallVec<[Arc<Wake>; 2]> = {
-            let each = lock(&self.0.each);
-            let of_caller = each.get(check.key()).into_iter().flatten();
-            let woken = of_caller.filter(|(policies, _)| freed(policies));
-            woken.map(|(_, wake)| Arc::clone(wake)).collect()
-        };
+        let mut wakes = SmallVec::<[Arc<Wake>; 2]>::new();
+        let each = lock(&self.0.each);
+        if let Some(of_caller) = each.get(check.key()) {
+            for waiter in of_caller {
+                if share_a_count(&waiter.policies, check.policies()) {
+                    wakes.push(Arc::clone(&waiter.wake));
+                }
+            }
+        }
+        drop(each);
         // Outside of the lock, as waking a task may run code of its executor.
         for wake in wakes {
             wake.freed();
@@ -98,7 +99,10 @@ impl Waiters {
     }
 
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {
-        let waiter = (policies, Arc::clone(&wake));
+        let waiter = Waiter {
+            policies,
+            wake: Arc::clone(&wake),
+        };
         lock(&self.0.each).entry(key).or_default().push(waiter);
         self.0.count.fetch_add(1, Ordering::AcqRel);
         Listener {
@@ -107,6 +111,16 @@ impl Waiters {
             wake,
         }
     }
+}
+
+/// Returns `true` if a policy of each list has the same count.
+fn share_a_count(waiting: &Policies, freed: &Policies) -> bool {
+    for policy in waiting {
+        if freed.iter().any(|freed| freed.id() == policy.id()) {
+            return true;
+        }
+    }
+    false
 }
 
 /// Equal if they are of one store.
@@ -131,7 +145,7 @@ impl Drop for Listener {
         count.fetch_sub(1, Ordering::AcqRel);
         let each = &mut *lock(each);
         if let Some(of_caller) = each.get_mut(&self.key) {
-            of_caller.retain(|(_, wake)| !Arc::ptr_eq(wake, &self.wake));
+            of_caller.retain(|waiter| !Arc::ptr_eq(&waiter.wake, &self.wake));
             if of_caller.is_empty() {
                 each.remove(&self.key);
             }

@@ -117,12 +117,20 @@ fn longest_reset(policy: &Policy) -> i64 {
 /// during a rolling deployment, the same state may be counted under a longer quota of that name,
 /// and storing it here would shorten its expiry to this quota's.
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
-    let takes_a_request = || check.mode() != Mode::Peek && check.policies().in_flight().is_some();
-    verdicts.granted > 0
-        || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Release)
+    if verdicts.granted > 0 {
+        return true;
+    }
+    let mut each = verdicts.each.iter();
+    match check.mode() {
+        Mode::Reset | Mode::Renew | Mode::Release => true,
+        Mode::Peek => false,
         // Another policy may have charged its part.
-        || check.mode() == Mode::Charge && verdicts.each.iter().any(Verdict::is_allowed)
-        || verdicts.each.iter().all(Verdict::is_allowed) && takes_a_request()
+        Mode::Charge => each.any(Verdict::is_allowed),
+        // A cost of 0 takes a slot too.
+        Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Refund => {
+            each.all(Verdict::is_allowed) && check.policies().in_flight().is_some()
+        }
+    }
 }
 
 impl Entry {
@@ -149,6 +157,24 @@ impl Entry {
                     now,
                     Snapshot { used, until },
                 )
+            }
+        }
+    }
+
+    /// Returns `true` if another store's answer, which left `remaining`, is older than this one, although
+    /// it has arrived later. The newer answer already includes the refill since the older one.
+    fn outdates(&self, remaining: i64, now: i64) -> bool {
+        match *self {
+            Self::Counted(_) => false,
+            Self::Warmed {
+                remaining: least,
+                until,
+                seen,
+                ..
+            } => {
+                let is_recent = seen > now - MOMENT;
+                let counts = until > now;
+                least < remaining && is_recent && counts
             }
         }
     }
@@ -216,12 +242,8 @@ impl LocalStore {
             None => shard.decide(check, caller, now),
             Some(id) => {
                 // As in Redis, each list of policies has its own answer per id.
-                let answer = self
-                    .shared
-                    .shards
-                    .digester()
-                    .pair(check.key(), id)
-                    .of_count(check.policies().id());
+                let of_id = self.shared.shards.digester().pair(check.key(), id);
+                let answer = of_id.of_count(check.policies().id());
                 shard.decide_once(check, answer, caller, now)
             }
         };
@@ -281,9 +303,9 @@ impl Shard {
         }
         let mut places = SmallVec::<[Option<usize>; 2]>::new();
         let mut states = SmallVec::<[State; 2]>::new();
-        for policy in check.policies().iter() {
+        for policy in check.policies() {
             let place = self.states.find(caller.of_count(policy.id()));
-            states.push(match place.and_then(|place| self.states.at(place)) {
+            states.push(match self.state_at(place) {
                 Some(slot) => slot.value.take(policy, now),
                 None => State::fresh(policy.kind()),
             });
@@ -292,35 +314,37 @@ impl Shard {
         let verdicts = check.decide(&mut states, now);
         if !changes(check, &verdicts) {
             for (state, place) in states.into_iter().zip(places) {
-                if let Some(slot) = place.and_then(|place| self.states.at(place)) {
+                if let Some(slot) = self.state_at(place) {
                     slot.value.put_back(state);
                 }
             }
             return verdicts;
         }
 
-        // Update existing entries first: inserting new ones may move them.
-        let mut others = SmallVec::<[(&Policy, Entry, Hold); 2]>::new();
-        let decided = states
-            .into_iter()
-            .zip(places)
-            .zip(check.policies().iter())
-            .zip(&verdicts.each);
-        for (((state, place), policy), verdict) in decided {
-            let (value, hold) = (Entry::Counted(state), hold_of(verdict, policy, now));
-            match place
-                .filter(|_| verdict.reset > 0)
-                .and_then(|place| self.states.at(place))
-            {
-                Some(slot) => *slot = Slot { value, hold },
-                None => others.push((policy, value, hold)),
+        // Update existing entries first: inserting new ones, and removing fresh ones, may move them.
+        let mut others = SmallVec::<[(&Policy, Slot<Entry>); 2]>::new();
+        let decided = states.into_iter().zip(&verdicts.each);
+        let found = check.policies().iter().zip(places);
+        for ((state, verdict), (policy, place)) in decided.zip(found) {
+            let slot = Slot {
+                value: Entry::Counted(state),
+                hold: hold_of(verdict, policy, now),
+            };
+            let is_fresh = verdict.reset <= 0;
+            match self.state_at(place) {
+                Some(existing) if !is_fresh => *existing = slot,
+                _ => others.push((policy, slot)),
             }
         }
-        for (policy, value, hold) in others {
-            self.states
-                .put(caller.of_count(policy.id()), value, hold, now);
+        for (policy, Slot { value, hold }) in others {
+            let count = caller.of_count(policy.id());
+            self.states.put(count, value, hold, now);
         }
         verdicts
+    }
+
+    fn state_at(&mut self, place: Option<usize>) -> Option<&mut Slot<Entry>> {
+        self.states.at(place?)
     }
 
     /// Decides under one policy: in place, if the caller is counted.
@@ -351,43 +375,34 @@ impl Shard {
     }
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
-        // A fallback mirrors the slots of requests in flight individually.
-        let over_time = |(policy, _): &(&Policy, &Verdict)| !policy.is_in_flight();
-        for (policy, verdict) in decision.verdicts().filter(over_time) {
-            let key = caller.of_count(policy.id());
+        for (policy, verdict) in decision.verdicts() {
+            if policy.is_in_flight() {
+                // A fallback mirrors the slots of requests in flight individually.
+                continue;
+            }
             // A store outside this crate may report any time; Redis counts turns reserved ahead.
             let ahead = match decision.source() {
                 Source::Redis => policy.params().longest,
                 _ => 0,
             };
-            let verdict = &Verdict {
+            let verdict = Verdict {
                 reset: verdict.reset.min(longest_reset(policy) + ahead),
                 ..*verdict
             };
-            let (remaining, capacity, until) = (
-                verdict.remaining,
-                policy.params().capacity,
-                now + verdict.reset,
-            );
-            match self.states.get(key).map(|slot| &slot.value) {
-                // The newer answer already includes the refill since the older one.
-                Some(Entry::Warmed {
-                    remaining: least,
-                    until,
-                    seen,
-                    ..
-                }) if *least < remaining && *seen > now - MOMENT && *until > now => {}
-                _ => {
-                    let followed = Entry::Warmed {
-                        remaining,
-                        capacity,
-                        until,
-                        seen: now,
-                    };
-                    self.states
-                        .put(key, followed, hold_of(verdict, policy, now), now);
-                }
+            let key = caller.of_count(policy.id());
+            if let Some(slot) = self.states.get(key)
+                && slot.value.outdates(verdict.remaining, now)
+            {
+                continue;
             }
+            let followed = Entry::Warmed {
+                remaining: verdict.remaining,
+                capacity: policy.params().capacity,
+                until: now + verdict.reset,
+                seen: now,
+            };
+            let hold = hold_of(&verdict, policy, now);
+            self.states.put(key, followed, hold, now);
         }
     }
 
@@ -401,12 +416,8 @@ impl Shard {
         let verdicts = self.decide(check, caller, now);
         if Answered::is_kept(check, &verdicts) {
             let value = Answered::new(check, &verdicts);
-            self.answers.put(
-                answer,
-                value,
-                Hold::new(0, now + check.policies().longest_period()),
-                now,
-            );
+            let hold = Hold::new(0, now + check.policies().longest_period());
+            self.answers.put(answer, value, hold, now);
         }
         verdicts
     }

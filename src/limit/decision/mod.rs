@@ -266,13 +266,12 @@ impl Decision {
 
     /// Turns the decision, made `age` ago, into a denial for `wait`.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
-        let mut denied = self.later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
+        let age = i64::try_from(age.as_micros()).unwrap_or(LONGEST);
+        let mut denied = self.later(age);
         denied.verdicts.granted = 0;
-        if let Some(decider) = denied
-            .verdicts
-            .each
-            .get_mut(denied.decider as usize)
-            .filter(|decider| decider.wait != Verdict::NEVER)
+        // No wait helps a cost above the capacity.
+        if let Some(decider) = denied.verdicts.each.get_mut(denied.decider as usize)
+            && decider.wait != Verdict::NEVER
         {
             decider.wait = duration::micros(wait).max(1);
             decider.reset = decider.reset.max(decider.wait);
@@ -282,9 +281,11 @@ impl Decision {
 
     /// Returns the wait of a larger cost than the decided cost.
     pub(crate) fn wait_of_larger(&self, cost: u32) -> Duration {
-        let waits = self.verdicts();
-        let waits = waits.map(|(policy, verdict)| verdict.wait_of_larger(policy, cost));
-        micros(waits.max().unwrap_or_default())
+        let mut longest = 0;
+        for (policy, verdict) in self.verdicts() {
+            longest = longest.max(verdict.wait_of_larger(policy, cost));
+        }
+        micros(longest)
     }
 
     /// Returns the checks that refund `cost` of this decision's grant, such as the unused part of
@@ -346,29 +347,39 @@ impl Decision {
         cost: u32,
         age: Duration,
     ) -> impl Iterator<Item = Check> + use<> {
-        let age = (duration::micros(age) + self.verdicts.age).min(LONGEST);
-        let cost = cost.min(self.granted());
-        let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
-        let charged = PolicyCharge {
-            age,
+        self.refund_check(key, cost, age).into_iter()
+    }
+
+    fn refund_check(&self, key: Key, cost: u32, age: Duration) -> Option<Check> {
+        let part = cost.min(self.granted());
+        if part == 0 || self.is_unsure() {
+            return None;
+        }
+        let charge = PolicyCharge {
+            age: (duration::micros(age) + self.verdicts.age).min(LONGEST),
             at: self.charged_at(),
             cost: self.granted().into(),
             reset: 0,
             is_turn: self.is_turn || self.due_in().is_some(),
         };
-        let charged: EachCharge = over_time
-            .map(|(_, verdict)| PolicyCharge {
-                reset: verdict.reset,
-                ..charged
-            })
-            .collect();
-        let policies = || self.policies.whole().without_in_flight().cloned();
-        let check = |policies| Check::refund_of(key, &policies, cost, charged.clone());
-        (cost > 0 && !self.is_unsure() && charged.iter().any(|charged| charged.left() > 0))
-            .then(policies)
-            .flatten()
-            .map(check)
-            .into_iter()
+        let mut each = EachCharge::new();
+        for (policy, verdict) in self.verdicts() {
+            if !policy.is_in_flight() {
+                let reset = verdict.reset;
+                each.push(PolicyCharge { reset, ..charge });
+            }
+        }
+        if each.iter().all(|charge| charge.left() <= 0) {
+            return None;
+        }
+        // A store reconciles its local charges with the undivided policies.
+        let whole = self.policies.whole();
+        Some(Check::refund_of(
+            key,
+            whole.without_in_flight()?,
+            part,
+            each,
+        ))
     }
 
     /// Returns how long to wait before proceeding, if the check was charged [in
@@ -399,14 +410,10 @@ impl Decision {
     /// Replaces the wait of each policy whose capacity is exceeded by the result of `wait`, which
     /// gets the policy's index.
     pub(crate) fn wait_instead(mut self, wait: impl Fn(usize) -> i64) -> Self {
-        for (i, verdict) in self
-            .verdicts
-            .each
-            .iter_mut()
-            .enumerate()
-            .filter(|(_, verdict)| verdict.wait == Verdict::NEVER)
-        {
-            verdict.wait = wait(i);
+        for (i, verdict) in self.verdicts.each.iter_mut().enumerate() {
+            if verdict.wait == Verdict::NEVER {
+                verdict.wait = wait(i);
+            }
         }
         self.decided_again()
     }
@@ -464,13 +471,11 @@ impl Decision {
     /// decision.
     pub(crate) fn part(&self, check: Check, left: u32, age: Duration) -> Self {
         let mut verdicts = self.verdicts.clone();
-        (verdicts.granted, verdicts.age) = (
-            check.cost().into(),
-            self.verdicts.age + duration::micros(age),
-        );
-        for (verdict, policy) in verdicts.each.iter_mut().zip(self.policies.iter()) {
-            verdict.remaining =
-                (verdict.remaining + i64::from(left)).min(policy.quota().capacity().into());
+        verdicts.granted = check.cost().into();
+        verdicts.age += duration::micros(age);
+        for (verdict, policy) in verdicts.each.iter_mut().zip(&self.policies) {
+            let capacity = i64::from(policy.quota().capacity());
+            verdict.remaining = (verdict.remaining + i64::from(left)).min(capacity);
         }
         Self {
             decider: self.decider,
@@ -560,13 +565,15 @@ impl Verdict {
     /// Removes contradictions with the granted amount.
     pub(super) fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
-        let (cost, granted) = match check.mode().takes() && policy.is_in_flight() {
-            true => (1, granted.min(1)),
-            false => (i64::from(check.cost()), granted),
+        let takes_slot = check.mode().takes() && policy.is_in_flight();
+        let (cost, charged) = if takes_slot {
+            (1, granted.min(1))
+        } else {
+            (i64::from(check.cost()), granted)
         };
-        let max = match check.mode() {
+        let most = match check.mode() {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => {
-                capacity - granted
+                capacity - charged
             }
             Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => {
                 capacity.min(cost - 1)
@@ -575,7 +582,7 @@ impl Verdict {
             _ => capacity,
         };
         Self {
-            remaining: self.remaining.min(max).max(0),
+            remaining: self.remaining.min(most).max(0),
             reset: self.reset.max(self.wait),
             ..self
         }
@@ -588,30 +595,30 @@ impl Verdict {
             // The request is still in flight, and counts as one regardless of its cost.
             return;
         }
-        let (quota, capacity) = (policy.quota(), i64::from(policy.quota().capacity()));
+        let capacity = i64::from(policy.quota().capacity());
         self.remaining = (self.remaining + back).clamp(0, capacity);
-        let time =
-            i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);
-        self.reset = match back {
-            _ if self.remaining == capacity => 0,
-            _ if policy.frees().is_gradual() => self
-                .reset
-                .saturating_sub(time.saturating_mul(back.signum()))
-                .max(0),
+        if self.remaining == capacity {
+            self.reset = 0;
+        } else if policy.frees().is_gradual() {
+            let time = policy.quota().time_for(back.unsigned_abs());
+            let time = i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
+            let earlier = time.saturating_mul(back.signum());
+            self.reset = self.reset.saturating_sub(earlier).max(0);
+        } else if back < 0 && self.reset == 0 {
             // Nothing was charged before: the new charge counts for a period.
-            ..0 if self.reset == 0 => policy.params().period,
-            _ => self.reset,
-        };
+            self.reset = policy.params().period;
+        }
     }
 
     /// Returns `true` if [`wait_of_larger`](Self::wait_of_larger) is exact, or one more under a meter.
     pub(crate) fn knows_wait_of_larger(&self, policy: &Policy, cost: u32) -> bool {
-        policy.never_fits(cost)
-            || i64::from(cost) <= self.remaining
-            || match policy.frees() {
-                Frees::Gradually | Frees::WithWindow | Frees::OnRelease => true,
-                Frees::InBatches | Frees::WithCell | Frees::OneByOne | Frees::Fading => false,
-            }
+        if policy.never_fits(cost) || i64::from(cost) <= self.remaining {
+            return true;
+        }
+        match policy.frees() {
+            Frees::Gradually | Frees::WithWindow | Frees::OnRelease => true,
+            Frees::InBatches | Frees::WithCell | Frees::OneByOne | Frees::Fading => false,
+        }
     }
 
     /// Returns the microseconds until a larger cost than the decided one would be allowed. If that is not
@@ -620,8 +627,10 @@ impl Verdict {
         if policy.never_fits(cost) {
             return Self::NEVER;
         }
+        if i64::from(cost) <= self.remaining {
+            return self.wait;
+        }
         let kept = match policy.frees() {
-            _ if i64::from(cost) <= self.remaining => return self.wait,
             // It counts one, regardless of the cost.
             Frees::OnRelease => return self.wait,
             // The meter need not be empty.
@@ -633,6 +642,12 @@ impl Verdict {
             | Frees::Fading => 0,
         };
         self.wait.max(self.reset - kept)
+    }
+
+    /// The verdict with the highest rank decides. [`NEVER`](Self::NEVER) is the longest wait.
+    #[inline]
+    fn rank(&self) -> (bool, i64, i64) {
+        (self.wait == Self::NEVER, self.wait, -self.remaining)
     }
 
     /// Returns `true` if this policy allows the check.
@@ -677,10 +692,9 @@ impl Verdicts {
     /// least remaining.
     #[inline]
     pub(super) fn decider(&self) -> usize {
-        let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
         let mut decider = 0;
         for i in 1..self.each.len() {
-            if rank(self.of(i)) > rank(self.of(decider)) {
+            if self.of(i).rank() > self.of(decider).rank() {
                 decider = i;
             }
         }

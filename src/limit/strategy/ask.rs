@@ -179,14 +179,14 @@ impl Ask<'_> {
         room: i64,
         registers: Registers,
     ) -> bool {
-        let (within, owes) = if params.frees.is_gradual() {
-            (self.within.min(params.longest), true)
+        let within = if params.frees.is_gradual() {
+            self.within.min(params.longest)
+        } else if room - self.cost >= -params.capacity {
+            self.within
         } else {
-            (self.within, room - self.cost >= -params.capacity)
+            return false;
         };
-        self.cost <= params.capacity
-            && owes
-            && state.wait(params, self.now, self.cost, registers) <= within
+        self.cost <= params.capacity && state.wait(params, self.now, self.cost, registers) <= within
     }
 
     /// Decides, and charges the state. Returns the verdict and the charged amount.
@@ -217,18 +217,17 @@ impl Ask<'_> {
         } else {
             state.wait(params, now, needs, registers)
         };
+        // A check that another policy denies has a negative `max`.
         let mut granted = grants.min(max);
         match mode {
             Mode::Reset => {
                 *state = T::default();
-                return (
-                    Verdict {
-                        remaining: params.capacity,
-                        wait,
-                        reset: 0,
-                    },
-                    grants,
-                );
+                let fresh = Verdict {
+                    remaining: params.capacity,
+                    wait,
+                    reset: 0,
+                };
+                return (fresh, grants);
             }
             // Each policy refunds from its own count.
             Mode::Refund if grants > 0 => {
@@ -247,26 +246,20 @@ impl Ask<'_> {
             _ => granted = 0,
         }
         let reset = T::reset_after(params, now, registers);
+        let charged = if mode == Mode::Refund {
+            -granted
+        } else {
+            granted
+        };
         if granted > 0 || dirty && mode != Mode::Peek {
-            state.save(
-                params,
-                now,
-                if mode == Mode::Refund {
-                    -granted
-                } else {
-                    granted
-                },
-                registers,
-            );
+            state.save(params, now, charged, registers);
         }
-        (
-            Verdict {
-                remaining: room.max(0),
-                wait,
-                reset,
-            },
-            granted,
-        )
+        let verdict = Verdict {
+            remaining: room.max(0),
+            wait,
+            reset,
+        };
+        (verdict, granted)
     }
 }
 

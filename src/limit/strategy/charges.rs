@@ -5,6 +5,15 @@ use std::fmt;
 /// sum is subtracted from the sums of the others. Times and sums are sorted, so both are found by
 /// binary search.
 ///
+/// ```text
+///             base                                newest
+/// time        8       10      14      15        20
+/// total       7        9      12      13        18
+/// charged     -        2       3       1         5    its total minus the one before
+/// ```
+///
+/// When the charges at 10 and 14 have expired, the entry at 14 is the base, and no sum changes.
+///
 /// A single pointer, which is null before the first charge: a state is as large as the largest
 /// strategy's, and a store holds one per caller.
 #[allow(
@@ -67,13 +76,14 @@ impl Charges {
 
     /// Returns the time of each entry, and its running sum counted from the base.
     pub(super) fn to_numbers(&self) -> Vec<i64> {
-        let queue = self.queue().into_iter().flatten();
-        let base = self.queue().and_then(VecDeque::front);
-        let numbers = |charge: &Entry| {
-            let sum = base.map_or(0, |base| charge.since(*base));
-            [charge.time(), sum]
+        let Some(queue) = self.queue() else {
+            return vec![];
         };
-        queue.flat_map(numbers).collect()
+        let mut numbers = Vec::with_capacity(2 * queue.len());
+        for entry in queue {
+            numbers.extend([entry.time(), entry.since(queue[0])]);
+        }
+        numbers
     }
 
     /// Restores a queue from its [numbers](Self::to_numbers). `None` if they are not sorted.
@@ -85,39 +95,28 @@ impl Charges {
             time <= next_time && sum <= next_sum
         });
         let is_queue = match entries {
-            [] => true,
-            [[_, base], .., [_, sum]] => *base == 0 && *sum < WRAP,
+            [] => return Some(Self(None)),
             [_] => false,
+            [[_, base], .., [_, sum]] => *base == 0 && *sum < WRAP,
         };
         if !is_sorted || !is_queue {
             return None;
         }
-        let queue = entries.iter().map(|[time, sum]| Entry::new(*time, *sum));
-        Some(Self(
-            (!entries.is_empty()).then(|| Box::new(queue.collect())),
-        ))
+        let mut queue = VecDeque::with_capacity(entries.len());
+        for [time, sum] in entries {
+            queue.push_back(Entry::new(*time, *sum));
+        }
+        Some(Self(Some(Box::new(queue))))
     }
 
+    /// Returns the base and at least one charge. `None` if there is no charge.
     fn queue(&self) -> Option<&VecDeque<Entry>> {
         self.0.as_deref()
     }
 
-    /// Returns the index of the newest charge, or 0 without charges.
-    fn last(&self) -> usize {
-        self.queue()
-            .map_or(0, |queue| queue.len().saturating_sub(1))
-    }
-
-    /// Returns the time at an index, which must exist.
-    pub(super) fn time(&self, place: usize) -> i64 {
-        self.queue()
-            .and_then(|queue| queue.get(place))
-            .map_or(0, |charge| charge.time())
-    }
-
     /// Returns the time of the newest charge.
     pub(super) fn newest(&self) -> Option<i64> {
-        self.queue()?.back().map(|newest| newest.time())
+        Some(self.queue()?.back()?.time())
     }
 
     /// Returns the index of the last entry at or before `start`, the sum of the charges after it,
@@ -125,7 +124,10 @@ impl Charges {
     #[inline]
     pub(super) fn after(&self, start: i64) -> Option<(usize, i64, i64)> {
         let queue = self.queue()?;
-        let newest = queue.back().filter(|newest| newest.time() > start)?;
+        let newest = queue.back()?;
+        if newest.time() <= start {
+            return None;
+        }
         let (base, _) = search(0, queue.len() - 1, |place| queue[place].time() > start);
         Some((base, newest.since(queue[base]), newest.time()))
     }
@@ -138,35 +140,52 @@ impl Charges {
         let (_, place) = search(base, queue.len(), |place| {
             queue[place].since(queue[base]) >= over
         });
-        queue.get(place).map(|charge| charge.time())
+        Some(queue.get(place)?.time())
     }
 
     /// Returns the index of the first charge after `time`. The newest must be after `time`.
     #[cold]
     pub(super) fn first_after(&self, base: usize, time: i64) -> usize {
-        search(self.last(), base, |place| self.time(place) <= time).0
+        let Some(queue) = self.queue() else {
+            return base;
+        };
+        // From the newest: after a small step of the clock, few charges are later.
+        let (first, _) = search(queue.len() - 1, base, |place| queue[place].time() <= time);
+        first
     }
 
     /// Removes `cost` units, oldest first, from the charges after `time`; if these hold fewer, also
     /// the newest units before them. The charges after the base must hold more than `cost`.
+    ///
+    /// Numbered from the base in order of time, the removed units are `start..start + cost`. Charges
+    /// that end within that range end at `start` now, and later ones `cost` earlier:
+    ///
+    /// ```text
+    /// sums before   2     5  6       11    of which the units 3..7 are removed
+    ///               |     |  |        |
+    /// sums after    2     3  -        7    the third charge is gone
+    /// ```
     pub(super) fn take_out(&mut self, base: usize, time: i64, cost: i64) {
         let Some(queue) = &mut self.0 else { return };
-        let (from, sum) = (queue[base], queue[queue.len() - 1].since(queue[base]));
+        let origin = queue[base];
+        let total = queue[queue.len() - 1].since(origin);
         let (before, _) = search(base, queue.len(), |place| queue[place].time() > time);
-        // Removes the units `start..start + cost`, counted from the base.
-        let start = queue[before].since(from).min(sum - cost);
-        let (mut kept, first) = search(base, queue.len(), |place| queue[place].since(from) > start);
-        let mut sum = queue[kept].since(from);
-        for place in first..queue.len() {
+        let start = queue[before].since(origin).min(total - cost);
+        let (mut last_kept, first_lowered) = search(base, queue.len(), |place| {
+            queue[place].since(origin) > start
+        });
+        let mut kept_sum = queue[last_kept].since(origin);
+        for place in first_lowered..queue.len() {
             let charge = queue[place];
-            let rest = start.max(charge.since(from) - cost);
-            // Skip a charge that is removed entirely.
-            if rest > sum {
-                (kept, sum) = (kept + 1, rest);
-                queue[kept] = Entry::new(charge.time(), from.total() + rest);
+            let sum = start.max(charge.since(origin) - cost);
+            // A charge that adds nothing to the sum is removed entirely.
+            if sum > kept_sum {
+                last_kept += 1;
+                kept_sum = sum;
+                queue[last_kept] = Entry::new(charge.time(), origin.total() + sum);
             }
         }
-        queue.truncate(kept + 1);
+        queue.truncate(last_kept + 1);
     }
 
     /// Merges all charges from an index on into one charge at `time`. The index must be after the
@@ -206,14 +225,14 @@ impl Charges {
 
     /// Adds a charge: to the newest entry if that has the same time, else as a new entry.
     pub(super) fn add(&mut self, base: usize, time: i64, cost: i64) {
-        match &mut self.0 {
-            Some(queue)
-                if queue.len() > base + 1
-                    && queue.back().is_some_and(|newest| newest.time() == time) =>
-            {
-                if let Some(newest) = queue.back_mut() {
-                    *newest = Entry::new(time, newest.total() + cost);
-                }
+        let newest = match &mut self.0 {
+            // A charge that is added to the base would not count.
+            Some(queue) if queue.len() > base + 1 => queue.back_mut(),
+            _ => None,
+        };
+        match newest {
+            Some(newest) if newest.time() == time => {
+                *newest = Entry::new(time, newest.total() + cost);
             }
             _ => self.push(time, cost),
         }
@@ -221,7 +240,8 @@ impl Charges {
 
     fn push(&mut self, time: i64, cost: i64) {
         let Some(queue) = &mut self.0 else {
-            return *self = Self::one(time, cost);
+            *self = Self::one(time, cost);
+            return;
         };
         if queue.len() == queue.capacity() {
             // Grow by a quarter instead of doubling: a log may be long, and each caller has one.
@@ -233,8 +253,11 @@ impl Charges {
 }
 
 /// Returns two adjacent indices between `near` and `far`: `test` is `false` for the first and
-/// `true` for the second. `test` must be monotonic, `false` at `near` and `true` at `far`. Searches
-/// in growing steps from `near`, then by bisection, so the time is logarithmic in the distance.
+/// `true` for the second. `test` must be monotonic, `false` at `near` and `true` at `far`, and is not
+/// called for these.
+///
+/// An exponential search: in steps that double, from `near`, then by bisection. So the time is
+/// logarithmic in the distance from `near`, not in the length of the queue.
 #[inline]
 fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usize, usize) {
     let mut step = 1_usize;
@@ -246,9 +269,12 @@ fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usi
             near - ahead
         };
         if test(place) {
-            (far, step) = (place, usize::MAX);
+            far = place;
+            // Halve the distance in each further step.
+            step = usize::MAX;
         } else {
-            (near, step) = (place, step.saturating_mul(2));
+            near = place;
+            step = step.saturating_mul(2);
         }
     }
     (near, far)

@@ -175,9 +175,10 @@ impl Algorithm for State {
 
 /// Returns the start of a window that contains `now`: the previous border of the clock, or `now`.
 fn window_start(params: &Params, now: i64) -> i64 {
-    params
-        .offset
-        .map_or(now, |offset| now - (now - offset).rem_euclid(params.period))
+    match params.offset {
+        Some(offset) => now - (now - offset).rem_euclid(params.period),
+        None => now,
+    }
 }
 
 /// The strategy's definition: see `tests`.

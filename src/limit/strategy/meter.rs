@@ -5,6 +5,66 @@
 //! leaky bucket, the backlog of GCRA (how far its theoretical arrival time lies in the future), and the number of
 //! tokens missing in a token bucket. A token bucket refilled by the [interval](Refill::Interval) drains after each
 //! period; all other meters drain every microsecond. The strategies keep separate counts.
+//!
+//! # Numbers
+//!
+//! A unit of cost is `interval` ticks, and a full meter `full` = capacity * `interval`. `ticks` drain each microsecond, or
+//! after each period. [`Params`] chooses both so that `interval / ticks` is exact where possible, and no product reaches
+//! 2^53.
+//!
+//! - **A take** of `c` ticks is allowed if `level + c <= full`. Otherwise its wait is `(level + c - full) / ticks`.
+//! - **A turn** is a take ahead: it is charged now even if that exceeds `full`, and is due after that wait. So turns are due
+//!   in the order in which they were charged, each when the level without the later ones has drained to `full`.
+//! - **The end** of a charge is the time at which the level that it left behind has drained. A charge knows it: the
+//!   `reset` of its decision minus its `age`.
+//!
+//! # Turns
+//!
+//! A quota of `1/s`, with a burst of 1. At 0 s, one request passes (P), and two reserve turns (A, B):
+//!
+//! ```text
+//! level
+//!   3 *                       P, A and B are charged
+//!     | *
+//!   2 |   *                   at 1 s, A is due: without B, the meter is full
+//!     |     *
+//!   1 |-------*------- full   at 2 s, B is due
+//!     |         *
+//!   0 +---+---+---*---
+//!     0   1   2   3    s      P ends at 1 s, A at 2 s, B at 3 s
+//! ```
+//!
+//! Now a waiter leaves, at 0.5 s and level 2.5:
+//!
+//! - **B, the last turn**, is refunded whole. The meter was not empty since B was charged, and nothing was charged after it,
+//!   so the level is exactly B's cost above that of a meter without B. [`is_last`](Meter::is_last) recognizes it without a list of turns: the
+//!   level drains exactly until its end, in 2.5 s. Then A is the last one.
+//! - **A, before another turn**, is not refunded. B keeps its time, 2 s. With one unit less, the level would be 1.5, and the
+//!   next turn would be due at 2 s too: two units at a time, with a burst of 1. So as long as the level is above `full`,
+//!   which means that the last turn is not due yet, no other turn is refunded.
+//! - **Once all turns are due**, a turn that is not the last is a plain charge, made when it was due. Under a meter that drains
+//!   after each period, every turn is a plain charge.
+//!
+//! A plain charge is refunded even while turns are reserved. The next request may then get the time of a turn, so the burst
+//! may be exceeded by the refunded units. The level is lower than the last turn's end says, so that turn is not recognized;
+//! an earlier one may be, if it ends when the level does.
+//!
+//! # Refunds
+//!
+//! A refund of `r` ticks, of a charge of `c` ticks that is `a` microseconds old. The result must not be below the level
+//! `y` of a meter that was charged `c - r` in the first place. Its level `x` is `r` above `y` after the charge, and both
+//! drain equally, until `y` is empty: then `x` comes closer. With `c - r` charged, `y` cannot be empty sooner than
+//! `(c - r) / ticks` after the charge, so
+//!
+//! ```text
+//! x - y  >=  r - max(0, a * ticks - (c - r))  =  min(r, c - a * ticks)
+//! ```
+//!
+//! This is what a refund deducts, if it is above 0. It is exact for a meter that held nothing else. Otherwise `y` was empty
+//! later or never, but the level does not show it: what was charged before may have been refunded since. (The last turn
+//! does show it, by its end.)
+//!
+//! A meter that drains after each period has `a` in periods: see [`drains_since`](Meter::drains_since).
 
 use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
 use super::{Frees, Params, Refill, Snapshot, Strategy};
@@ -47,28 +107,31 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        let (at, in_batches) = (self.at.min(now), Self::in_batches(params));
-        let (elapsed, future) = (now - at, self.at > now);
-        if !in_batches && elapsed >= params.furthest {
-            return ([0, now, 0], false);
-        }
+        // After the clock went back, the level starts to drain now.
+        let is_future = self.at > now;
+        let since = self.at.min(now);
+        let elapsed = now - since;
         let level = self.level.min(params.deepest);
-        let (level, at) = if in_batches {
-            let periods = elapsed
-                .div_euclid(params.period)
-                .min(div_ceil(level, params.ticks));
-            (level - periods * params.ticks, at + periods * params.period)
+        let (level, at) = if Self::in_batches(params) {
+            let due = elapsed.div_euclid(params.period);
+            let periods = due.min(div_ceil(level, params.ticks));
+            (
+                level - periods * params.ticks,
+                since + periods * params.period,
+            )
+        } else if elapsed >= params.furthest {
+            // The product of a longer time might exceed 2^53.
+            return ([0, now, 0], false);
         } else {
             (level - elapsed * params.ticks, now)
         };
-        (
-            if level > 0 {
-                [level, at, 0]
-            } else {
-                [0, now, 0]
-            },
-            future,
-        )
+        // An empty meter drains from its next charge on.
+        let registers = if level > 0 {
+            [level, at, 0]
+        } else {
+            [0, now, 0]
+        };
+        (registers, is_future)
     }
 
     fn room(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
@@ -76,12 +139,8 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     }
 
     fn wait(&self, params: &Params, now: i64, cost: i64, [level, at, _]: Registers) -> i64 {
-        Self::drains_in(
-            params,
-            now,
-            level + cost * params.interval - params.full,
-            at,
-        )
+        let over = level + cost * params.interval - params.full;
+        Self::drains_in(params, now, over, at)
     }
 
     fn charge(
@@ -106,19 +165,23 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         if of.left() <= 0 {
             return ([level, at, 0], 0);
         }
-        let [cost, charge] =
-            [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
+        // No grant is larger, and the products of larger ones might exceed 2^53.
+        let most = 2 * params.capacity;
+        let part = cost.min(most) * params.interval;
+        let charge = of.cost.min(most) * params.interval;
         let is_turn = of.is_turn && !Self::in_batches(params);
-        let ticks = if is_turn && Self::is_last(params, of, level) {
-            cost
+        let left = if is_turn && Self::is_last(params, of, level) {
+            part
         } else if is_turn && level > params.full {
             // Later turns are not due yet. Not even a part is refunded: new turns would be due at the same times.
             0
         } else {
-            (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost)
+            let drained = Self::drains_since(params, now, of, at) * params.ticks;
+            (charge - drained).clamp(0, part)
         };
-        let ticks = ticks.min(level);
-        ([level - ticks, at, 0], div_ceil(ticks, params.interval))
+        let refunded = left.min(level);
+        let units = div_ceil(refunded, params.interval);
+        ([level - refunded, at, 0], units)
     }
 
     fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
@@ -180,23 +243,28 @@ impl<const LETTER: char> Meter<LETTER> {
 
     /// Returns `true` if the meter is empty when this turn ends: no charge follows it.
     fn is_last(params: &Params, of: &PolicyCharge, level: i64) -> bool {
-        let ends = of.left().min(params.furthest);
-        (level - ends * params.ticks).abs() <= ROUNDING * params.ticks
+        let left = of.left().min(params.furthest);
+        (level - left * params.ticks).abs() <= ROUNDING * params.ticks
     }
 
-    /// Counts the drains since a charge, at most [`Params::furthest`]. Only this charge is certain to have been in the
-    /// meter all the time: earlier charges may have been refunded, and later ones drain after it. So whatever the
-    /// charge may have drained is not refunded. The part of the charge that is not refunded counts as drained first.
+    /// Returns the number of drains since a charge, at most [`Params::furthest`].
     ///
-    /// A meter that drains after each period counts the drains that were due at the charge, minus those still due.
-    fn times_since(params: &Params, now: i64, of: &PolicyCharge, at: i64) -> i64 {
-        let (period, most) = (params.period, params.furthest);
+    /// A meter that drains every microsecond has drained as often as the charge is old. A meter that drains after each period
+    /// counts the drains that were due at the charge, minus those still due. The grid of its periods starts with the first
+    /// charge of an empty meter, so the age alone does not show how many have ended.
+    fn drains_since(params: &Params, now: i64, of: &PolicyCharge, at: i64) -> i64 {
+        let Params {
+            period, furthest, ..
+        } = *params;
         if !Self::in_batches(params) {
-            return of.age.min(most);
+            return of.age.min(furthest);
         }
-        let reset = of.reset.min(most * period);
-        let still = (now + (reset - of.age).max(0) - at + period / 2).div_euclid(period);
-        (div_ceil(reset, period) - still).clamp(0, most)
+        let reset = of.reset.min(furthest * period);
+        let due = div_ceil(reset, period);
+        let end = now + (reset - of.age).max(0);
+        // From a drain to the end are whole periods. The age may be wrong by less than half of one.
+        let still_due = (end - at + period / 2).div_euclid(period);
+        (due - still_due).clamp(0, furthest)
     }
 }
 

@@ -66,10 +66,12 @@ impl Algorithm for State {
     ) -> i64 {
         let left = start + params.period - now;
         if current + cost <= params.capacity {
-            return left - mul_div(params.period, params.capacity - current - cost, previous).0;
+            let (fits, _) = mul_div(params.period, params.capacity - current - cost, previous);
+            return left - fits;
         }
         // In the next window, when the current one is the previous one.
-        left + params.period - mul_div(params.period, params.capacity - cost, current).0
+        let (fits, _) = mul_div(params.period, params.capacity - cost, current);
+        left + params.period - fits
     }
 
     fn charge(
@@ -93,21 +95,21 @@ impl Algorithm for State {
         of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
-        let ([start, current, previous], period) = (registers, params.period);
-        let ahead = 2 * (start + 2 * period - now - of.left());
+        let [start, current, previous] = registers;
+        let period = params.period;
+        let window_expires = start + 2 * period - now;
+        let ahead = 2 * (window_expires - of.left());
         if ahead < period {
+            // If the current window holds less, the rest is from the previous one.
             let rest = (cost - current).max(0);
-            return (
-                [start, (current - cost).max(0), (previous - rest).max(0)],
-                cost.min(current + previous),
-            );
+            let left = [start, (current - cost).max(0), (previous - rest).max(0)];
+            (left, cost.min(current + previous))
         } else if ahead < 3 * period {
-            return (
-                [start, current, (previous - cost).max(0)],
-                cost.min(previous),
-            );
+            let left = [start, current, (previous - cost).max(0)];
+            (left, cost.min(previous))
+        } else {
+            (registers, 0)
         }
-        (registers, 0)
     }
 
     fn reset_after(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
@@ -176,8 +178,9 @@ fn window_start(params: &Params, now: i64) -> i64 {
 /// Returns `n * x / d`, rounded down, and the remainder. `x` is at most `d`, so the quotient is at
 /// most `n`.
 fn mul_div(n: i64, x: i64, d: i64) -> (i64, i64) {
-    let (product, d) = (i128::from(n) * i128::from(x), i128::from(d));
-    ((product / d) as i64, (product % d) as i64)
+    let product = i128::from(n) * i128::from(x);
+    let divisor = i128::from(d);
+    ((product / divisor) as i64, (product % divisor) as i64)
 }
 
 /// The strategy's definition: see `tests`.

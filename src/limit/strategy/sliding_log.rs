@@ -66,13 +66,17 @@ impl Algorithm for State {
     }
 
     fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> i64 {
-        let frees = match head {
+        let over = sum + cost - params.capacity;
+        let freeing = match head {
             NOTHING => None,
-            head => self
-                .charges
-                .freeing(head as usize, sum + cost - params.capacity),
+            head => self.charges.freeing(head as usize, over),
         };
-        frees.map_or(newest, |time| time.min(now)) + params.period - now
+        let charged_at = match freeing {
+            // A stored charge in the future expires as one made now: see `load`.
+            Some(time) => time.min(now),
+            None => newest,
+        };
+        charged_at + params.period - now
     }
 
     fn charge(
@@ -96,15 +100,13 @@ impl Algorithm for State {
         of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
+        if of.left() <= 0 {
+            return (registers, 0);
+        }
         let [sum, head, newest] = registers;
         let refunded = cost.min(sum);
         let left = sum - refunded;
-        if of.left() <= 0 {
-            return (registers, 0);
-        } else if head == NOTHING
-            || left == 0
-            || self.charges.newest().is_some_and(|newest| newest > now)
-        {
+        if head == NOTHING || left == 0 || self.is_from_future(now) {
             // After the clock went back, the rest counts as charged now.
             return ([left, NOTHING, newest], refunded);
         }
@@ -126,8 +128,9 @@ impl Algorithm for State {
             return self.charges.restart(newest, sum);
         }
         let head = head as usize;
-        if self.charges.newest().is_some_and(|newest| newest > now) {
-            self.charges.merge(self.charges.first_after(head, now), now);
+        if self.is_from_future(now) {
+            let first = self.charges.first_after(head, now);
+            self.charges.merge(first, now);
         }
         if cost > 0 {
             self.charges.add(head, now, cost);
@@ -149,6 +152,13 @@ impl Algorithm for State {
     fn of_numbers(numbers: &[i64]) -> Option<Self> {
         let charges = Charges::of_numbers(numbers)?;
         Some(Self { charges })
+    }
+}
+
+impl State {
+    /// Returns `true` if the newest charge was made before the clock went back.
+    fn is_from_future(&self, now: i64) -> bool {
+        self.charges.newest().is_some_and(|newest| newest > now)
     }
 }
 

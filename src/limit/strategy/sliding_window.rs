@@ -60,8 +60,13 @@ impl Algorithm for State {
     /// Requires the unit: a number alone could be seconds.
     fn with_parameter(_: Strategy, text: &str) -> Result<Strategy, &'static str> {
         let (digits, unit) = duration::split(text);
-        let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
-        let cells = cells.ok_or("its parameter is not a number of cells, such as `10 cells`")?;
+        let cells = match unit.trim_start() {
+            "cell" | "cells" => quota::whole(digits),
+            _ => None,
+        };
+        let Some(cells) = cells else {
+            return Err("its parameter is not a number of cells, such as `10 cells`");
+        };
         // A number that does not fit is out of bounds in any case.
         Ok(Strategy::SlidingWindow {
             cells: u16::try_from(cells).unwrap_or(u16::MAX),
@@ -83,13 +88,14 @@ impl Algorithm for State {
     }
 
     fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> i64 {
-        let frees = match head {
+        let over = sum + cost - params.capacity;
+        let freeing = match head {
             NOTHING => None,
-            head => self
-                .cells
-                .freeing(head as usize, sum + cost - params.capacity),
+            head => self.cells.freeing(head as usize, over),
         };
-        frees.map_or(newest, |ends| ends.min(newest)) + params.period - now
+        // A stored cell in the future expires as the current one: see `load`.
+        let end = freeing.unwrap_or(newest).min(newest);
+        end + params.period - now
     }
 
     fn charge(
@@ -111,15 +117,20 @@ impl Algorithm for State {
         of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
-        let [sum, head, mut newest] = registers;
+        let [sum, head, newest] = registers;
         if of.left() <= 0 {
             return (registers, 0);
-        } else if sum > cost && head != NOTHING {
-            self.merge_later(params, now, head as usize);
-            self.cells.take_out(head as usize, now - of.age, cost);
-            newest = self.cells.newest().unwrap_or(newest);
         }
-        ([(sum - cost).max(0), head, newest], cost.min(sum))
+        let refunded = cost.min(sum);
+        let left = sum - refunded;
+        if head == NOTHING || left == 0 {
+            return ([left, head, newest], refunded);
+        }
+        // First: the registers count the cells in the future as the current one.
+        self.merge_later(params, now, head as usize);
+        self.cells.take_out(head as usize, now - of.age, cost);
+        let newest = self.cells.newest().unwrap_or(newest);
+        ([left, head, newest], refunded)
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
@@ -166,8 +177,9 @@ impl State {
     fn merge_later(&mut self, params: &Params, now: i64, head: usize) {
         let latest = cell_end(params, now);
         if self.cells.newest().is_some_and(|newest| newest > latest) {
-            self.cells
-                .merge(self.cells.first_after(head, latest - 1), latest);
+            // Together with the current cell, if it is stored: two entries never have one end.
+            let first = self.cells.first_after(head, latest - 1);
+            self.cells.merge(first, latest);
         }
     }
 }

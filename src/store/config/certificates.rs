@@ -27,22 +27,16 @@ pub(in crate::store) fn set_tls(
         check_roots(&pem).map_err(|error| in_files(&[path], &error))?;
         builder = builder.root_certificates(pem);
     }
-    let unpaired = |setting, without| {
-        Err(ConfigError::new(format!(
-            "`{setting}` is set without `{without}`: set both or neither"
-        )))
-    };
     match (&config.client_certificate, &config.client_key) {
         (Some(certificate), Some(key)) => {
-            let pem = (
-                read("client_certificate", certificate)?,
-                read("client_key", key)?,
-            );
-            check_client(&pem.0, &pem.1).map_err(|error| in_files(&[certificate, key], &error))?;
-            builder = builder.client_certificate(pem.0, pem.1);
+            let certificate_pem = read("client_certificate", certificate)?;
+            let key_pem = read("client_key", key)?;
+            check_client(&certificate_pem, &key_pem)
+                .map_err(|error| in_files(&[certificate, key], &error))?;
+            builder = builder.client_certificate(certificate_pem, key_pem);
         }
-        (Some(_), None) => return unpaired("client_certificate", "client_key"),
-        (None, Some(_)) => return unpaired("client_key", "client_certificate"),
+        (Some(_), None) => return Err(unpaired("client_certificate", "client_key")),
+        (None, Some(_)) => return Err(unpaired("client_key", "client_certificate")),
         (None, None) => {}
     }
     if let Some(name) = &config.server_name {
@@ -69,6 +63,13 @@ pub(in crate::store) fn set_tls(
         return Err(no_tls());
     }
     Ok(builder)
+}
+
+#[cfg(feature = "tls")]
+fn unpaired(setting: &str, without: &str) -> ConfigError {
+    ConfigError::new(format!(
+        "`{setting}` is set without `{without}`: set both or neither"
+    ))
 }
 
 /// Prefixes an error with the paths of the files that caused it.

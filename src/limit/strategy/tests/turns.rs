@@ -161,6 +161,37 @@ fn turns_given_up_never_exceed_the_burst() {
     );
 }
 
+/// The picture of the module `meter`: one request passes, and two reserve turns.
+#[test]
+fn only_the_last_turn_is_refunded() {
+    for strategy in gradual() {
+        let policy = Policy::new("p", strategy, Quota::per_second(1)).unwrap();
+        let mut turns = Turns::new(policy);
+        for _ in 0..3 {
+            turns.join(1, 10_000_000);
+        }
+        let [(first, first_due), (last, last_due)] = &turns.waiting[..] else {
+            panic!("{strategy:?}: {:?}", turns.waiting);
+        };
+        assert_eq!(
+            [first_due - START, last_due - START],
+            [1_000_000, 2_000_000]
+        );
+        let (first, last) = (first.clone(), last.clone());
+        turns.now += 500_000;
+        assert_eq!(turns.refund(&first, 1), 0, "{strategy:?}: a turn follows");
+        assert_eq!(turns.refund(&last, 1), 1, "{strategy:?}");
+        assert_eq!(
+            turns.refund(&first, 1),
+            1,
+            "{strategy:?}: it is the last now"
+        );
+        turns.join(1, 10_000_000);
+        let due = turns.waiting.last().map(|(_, due)| due - START);
+        assert_eq!(due, Some(1_000_000), "{strategy:?}: when the first was due");
+    }
+}
+
 /// Some waiters of two processes leave. In a process the turn of a waiter that has left serves the next
 /// waiter with that cost. A turn without such a waiter is refunded, or expires unused.
 #[test]
