@@ -147,7 +147,7 @@ async fn reserve_under(charges: &Arc<RequestCharges>, units: u32) -> Result<(), 
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),
         };
-        // The handler may end the request as soon as it is notified, which settles the charges only if these are the last.
+        // Drop it first: the handler may then end the request, and the last reference settles the charges.
         drop(this);
         let _ = sender.send(granted);
     });
