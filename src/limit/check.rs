@@ -212,6 +212,7 @@ impl Check {
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
         let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo)
             && policies.in_flight().is_some();
+        // Here rather than in the store: a slot is released by its id even if no reply to the take arrives.
         let slot = takes.then(SlotId::unique);
         Self {
             key,
@@ -440,6 +441,7 @@ impl Check {
     /// computes it: the check may have been delayed.
     pub(crate) fn arriving(&self, now: i64) -> Cow<'_, Self> {
         if self.charged().is_empty() {
+            // Few checks are refunds: the others are not cloned.
             return Cow::Borrowed(self);
         }
         let mut check = self.clone();

@@ -157,8 +157,8 @@ impl Charges {
     /// Removes `cost` units, oldest first, from the charges after `time`; if these hold fewer, also
     /// the newest units before them. The charges after the base must hold more than `cost`.
     ///
-    /// Numbered from the base in order of time, the removed units are `start..start + cost`. Charges
-    /// that end within that range end at `start` now, and later ones `cost` earlier:
+    /// Numbered from the base in order of time, the removed units are `start..start + cost`. The sum of
+    /// a charge that ends within that range becomes `start`, and that of a later one falls by `cost`:
     ///
     /// ```text
     /// sums before   2     5  6       11    of which the units 3..7 are removed
