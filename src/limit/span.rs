@@ -112,6 +112,8 @@ fn read_period(text: &str) -> Option<Quota> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::limit::Policy;
 
