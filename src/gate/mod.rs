@@ -223,22 +223,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
-        if self
-            .settings
-            .skip
-            .as_ref()
-            .is_some_and(|skip| skip(request))
+        if let Some(skip) = &self.settings.skip
+            && skip(request)
         {
             self.notifier.uncounted(Reason::Skipped, true);
             return self.uncounted(request, None, grant);
         }
-        if self.notifier.compares_callers() {
-            self.compare_callers(extractor.forms());
-        }
-        if self.notifier.looks_for_routes()
-            && let Some(has_route) = extractor.has_route(request)
-        {
-            self.notifier.has_route(has_route);
+        if self.notifier.examines_requests() {
+            self.examine(extractor, request);
         }
         let key = extractor.extract(request);
         if self.settings.dry_run {
@@ -255,33 +247,51 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.exempt(request, Ok(key), grant);
         };
         let id = self.id(request);
-        let mut check = self.check(key, &policies, request, id);
+        let check = self.check(key, &policies, request, id);
         let mut question = self.question(&check, id);
-        if let Some((max, queues)) = &self.wait
-            && queues.has_queue(&check)
-        {
-            if check.id().is_none() {
-                return self.wait_for(request, question, (*max, queues), &policies, None, grant);
-            }
-            (check, question.is_next) = (check.peeking(), false);
+        let Some((max, queues)) = &self.wait else {
+            return self.ask(request, question, check, grant);
+        };
+        if !queues.has_queue(&check) {
+            return self.ask(request, question, check, grant);
         }
+        if id.is_none() {
+            return self.wait_for(request, question, (*max, queues), &policies, None, grant);
+        }
+        // Only the store knows whether the id repeats an earlier one.
+        question.turn = Turn::OnlyIfRepeated;
+        self.ask(request, question, check.peeking(), grant)
+    }
+
+    /// Sends the check.
+    #[inline]
+    fn ask(
+        &self,
+        request: &R,
+        mut question: Question,
+        check: Check,
+        grant: &mut Grant<S::Future>,
+    ) -> Admission<S::Future> {
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self.answered(request, question, answer, grant),
-            Answer::Pending { future } => Admission::Undecided(Pending {
-                asked: Some(future),
-                queued: None,
-                question: Some(question),
-            }),
+            Answer::Pending { future } => {
+                let question = Some(question);
+                Admission::Undecided(Pending::Asked { future, question })
+            }
         }
     }
 
-    /// Reports the policies of a caller whose key the extractor cannot make.
+    /// Looks for mistakes in the order of layers, and in the keys of callers, that the first requests show.
     #[cold]
-    fn compare_callers(&self, forms: KeyForms) {
-        if let Some(caller) = self.policies.caller_without(forms) {
-            self.notifier.impossible_caller(&caller, forms);
+    fn examine(&self, extractor: &impl KeyExtractor<R>, request: &R) {
+        if self.notifier.compares_callers() {
+            let forms = extractor.forms();
+            if let Some(caller) = self.policies.caller_without(forms) {
+                self.notifier.impossible_caller(&caller, forms);
+            }
         }
+        self.notifier.has_route(extractor.has_route(request));
     }
 
     /// Returns the policies that this layer can count: all, unless it does not see requests end.
@@ -327,7 +337,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             } else {
                 self.notifier.since()
             },
-            is_next: true,
+            turn: Turn::Next,
             slot: None,
         }
     }
@@ -355,15 +365,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
         question.answered(&answer);
         if let Some((max, queues)) = &self.wait
             && let Ok(decision) = &answer
-            && (decision.retry_after().is_some() || !question.is_next && !decision.is_repeated())
+            && question.must_queue(decision)
         {
             let policies = decision.policies().whole();
             // Drop the slot, since the queue takes another one. If a fallback has denied the check
             // after a lost reply, Redis may have granted the slot: dropping it releases it there.
             question.slot = None;
-            let wait = (*max, queues);
-            let denied = answer.ok().filter(|_| question.is_next);
-            return self.wait_for(request, question, wait, &policies, denied, grant);
+            let denied = match question.turn {
+                Turn::Next => answer.ok(),
+                // It was a peek.
+                Turn::OnlyIfRepeated => None,
+            };
+            return self.wait_for(request, question, (*max, queues), &policies, denied, grant);
         }
         Admission::Decided(self.conclude(request, &mut question, None, answer, grant))
     }
@@ -382,57 +395,62 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         let take = Check::take(question.key, policies, question.cost);
-        let patience = self.settings.patience.and_then(|of| of(request));
-        let max = patience.map_or(max, |patience| patience.min(max));
-        match queues.join(&take, instant().checked_add(max), denied) {
-            Ok(queued) => Admission::Undecided(Pending {
-                asked: None,
-                queued: Some(Box::new(queued)),
+        let within = match self.settings.patience.and_then(|of| of(request)) {
+            Some(patience) => patience.min(max),
+            None => max,
+        };
+        match queues.join(&take, instant().checked_add(within), denied) {
+            Ok(acquire) => Admission::Undecided(Pending::Queued {
+                acquire: Box::new(acquire),
                 question: Some(question),
             }),
-            Err(refusal) => {
-                let turn = Err(refusal);
-                Admission::Decided(self.conclude_turn(request, question, policies, turn, grant))
-            }
+            Err(refusal) => Admission::Decided(
+                self.conclude_without_permit(request, question, policies, refusal, grant),
+            ),
         }
     }
 
-    /// Concludes a request that has waited, with its permit or with the reason for the missing
-    /// permit.
+    /// Admits a request whose turn has come.
     fn conclude_turn(
         &self,
         request: &R,
         mut question: Question,
         policies: &Policies,
-        turn: Result<Permit, NoPermit>,
+        permit: Permit,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
-        let mut charged = None;
-        let answer = match turn {
-            Ok(permit) => {
-                let Spent {
-                    decision,
-                    charge,
-                    slot,
-                } = permit.spend();
-                (charged, question.slot) = (Some(charge), slot);
-                if let Some(id) = question.id
-                    && policies.in_flight().is_none()
-                {
-                    // The permit was charged without the id, since any waiter may get it.
-                    let record = Check::record(question.key, policies, id, question.cost);
-                    self.ops.put(PendingOp::of_check(record));
-                }
-                Ok(decision)
-            }
-            Err(refusal) => refusal.into_answer(),
-        };
+        let Spent {
+            decision,
+            charge,
+            slot,
+        } = permit.spend();
+        question.slot = slot;
+        if let Some(id) = question.id
+            && policies.in_flight().is_none()
+        {
+            // The permit was charged without the id, since any waiter may get it.
+            let record = Check::record(question.key, policies, id, question.cost);
+            self.ops.put(PendingOp::of_check(record));
+        }
+        self.conclude(request, &mut question, Some(charge), Ok(decision), grant)
+    }
+
+    /// Concludes a request that gets no permit.
+    fn conclude_without_permit(
+        &self,
+        request: &R,
+        mut question: Question,
+        policies: &Policies,
+        refusal: NoPermit,
+        grant: &mut Grant<S::Future>,
+    ) -> Admitted {
+        let answer = refusal.into_answer();
         if answer.is_err() && self.settings.on_error == OnError::Allow {
             // The request passes uncounted. The renewals take its slot.
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
-        self.conclude(request, &mut question, charged, answer, grant)
+        self.conclude(request, &mut question, None, answer, grant)
     }
 
     /// Admits or rejects by the final decision: notifies the observer, and fills the grant. A request that has waited was
@@ -634,14 +652,31 @@ struct Question {
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// `false` if others wait: then it passes only if it repeats an id.
-    is_next: bool,
+    turn: Turn,
     /// The slot under the policies that limit requests in flight. It exists before the check is
     /// sent.
     slot: Option<Slot>,
 }
 
+/// The turn of a request, if others may wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    /// No other request waits.
+    Next,
+    /// Others wait, so it may pass them only if it repeats an id. Its check is a peek.
+    OnlyIfRepeated,
+}
+
 impl Question {
+    /// Returns `true` if the request waits after this decision, under a layer with queues.
+    #[inline]
+    fn must_queue(&self, decision: &Decision) -> bool {
+        match self.turn {
+            Turn::Next => decision.retry_after().is_some(),
+            Turn::OnlyIfRepeated => !decision.is_repeated(),
+        }
+    }
+
     /// Passes the store's reply to the in-flight slot.
     #[inline]
     fn answered(&mut self, answer: &Result<Decision, StoreError>) {
@@ -666,21 +701,28 @@ impl Question {
 
 pin_project! {
     /// A request that is not decided yet.
-    pub(crate) struct Pending<D> {
-        // The check in progress. `None` while the request waits for its turn.
-        #[pin]
-        asked: Option<D>,
-        // The place in the queue, while the request waits for its turn.
-        queued: Option<Box<Acquire>>,
-        // `None` once it is decided.
-        question: Option<Question>,
+    #[project = PendingProj]
+    pub(crate) enum Pending<D> {
+        /// The check is in progress.
+        Asked {
+            #[pin]
+            future: D,
+            // `None` once the store has replied.
+            question: Option<Question>,
+        },
+        /// The request waits for its turn.
+        Queued {
+            acquire: Box<Acquire>,
+            // `None` once it is decided.
+            question: Option<Question>,
+        },
     }
 }
 
 impl<D> Pending<D> {
     /// Returns `true` if the request waits for its turn. Its service need not be ready.
     pub(crate) fn is_queued(&self) -> bool {
-        self.queued.is_some()
+        matches!(self, Self::Queued { .. })
     }
 
     /// Resolves to whether the request passes, and fills its `grant` if so. `inner` is the ready
@@ -693,7 +735,7 @@ impl<D> Pending<D> {
     ///
     /// It must not be polled again after it is ready.
     pub(crate) fn poll<S, R, T, Q>(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         gate: &Gate<S, R>,
         request: &R,
@@ -706,34 +748,33 @@ impl<D> Pending<D> {
         R: 'static,
         T: Service<Q> + Clone,
     {
-        let mut this = self.project();
-        if let Some(asked) = this.asked.as_mut().as_pin_mut() {
-            let answer = ready!(asked.poll(cx));
-            this.asked.set(None);
-            let Some(question) = this.question.take() else {
+        if let PendingProj::Asked { future, question } = self.as_mut().project() {
+            let answer = ready!(future.poll(cx));
+            let Some(question) = question.take() else {
                 polled_after_completion("Pending");
             };
             match gate.answered(request, question, answer, grant) {
                 Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
-                Admission::Undecided(pending) => {
-                    (*this.queued, *this.question) = (pending.queued, pending.question);
-                }
+                Admission::Undecided(queued) => self.set(queued),
             }
             // The ready service may hold a permit, as of a concurrency limit, that others wait for:
             // drop it.
             *inner = inner.clone();
         }
-        let Some(queued) = this.queued else {
+        let PendingProj::Queued { acquire, question } = self.project() else {
             polled_after_completion("Pending");
         };
-        let turn = ready!(queued.poll_with(cx, |cx| inner.poll_ready(cx)))?;
-        let policies = queued.policies().clone();
-        *this.queued = None;
-        let Some(question) = this.question.take() else {
+        let turn = ready!(acquire.poll_with(cx, |cx| inner.poll_ready(cx)))?;
+        let Some(question) = question.take() else {
             polled_after_completion("Pending");
         };
-        let admitted = gate.conclude_turn(request, question, &policies, turn, grant);
-        Poll::Ready(Ok(admitted))
+        let policies = acquire.policies();
+        Poll::Ready(Ok(match turn {
+            Ok(permit) => gate.conclude_turn(request, question, policies, permit, grant),
+            Err(refusal) => {
+                gate.conclude_without_permit(request, question, policies, refusal, grant)
+            }
+        }))
     }
 }
 

@@ -207,10 +207,8 @@ impl Notifier {
     }
 
     /// Returns `true` once, for the first request.
-    #[inline]
     pub(super) fn compares_callers(&self) -> bool {
-        let compared = &self.misconfiguration.compared_callers;
-        !compared.load(Relaxed) && !compared.swap(true, Relaxed)
+        !self.misconfiguration.compared_callers.swap(true, Relaxed)
     }
 
     /// Reports callers whose key an extractor cannot make.
@@ -222,25 +220,24 @@ impl Notifier {
         ));
     }
 
-    /// Returns `true` until [`has_route`](Self::has_route) is decided.
+    /// Returns `true` for the first requests: until one has shown what [`has_route`](Self::has_route) looks for.
     #[inline]
-    pub(super) fn looks_for_routes(&self) -> bool {
+    pub(super) fn examines_requests(&self) -> bool {
         self.misconfiguration.routes.is_open()
     }
 
-    /// Counts a request whose extractor counts by routes. Reports, once, if none of the first ones had a route.
-    pub(super) fn has_route(&self, has_route: bool) {
+    /// Reports, once, if none of the first requests had a route. `None` if the extractor does not count by routes.
+    pub(super) fn has_route(&self, has_route: Option<bool>) {
         let routes = &self.misconfiguration.routes;
-        if has_route {
-            routes.found();
-        } else {
-            routes.missed(|| {
+        match has_route {
+            Some(true) | None => routes.found(),
+            Some(false) => routes.missed(|| {
                 format!(
                     "none of the first {} requests matched a route, and all of them shared one key: add the layer to the `Router`, to \
                      a nested one or to a route, instead of wrapping the `Router` in it{NO_ROUTE}",
                     Misses::REPORT_AT
                 )
-            });
+            }),
         }
     }
 
