@@ -213,17 +213,23 @@ impl Routes {
         if self.methods.is_empty() {
             return None;
         }
-        let find = |method| self.at(self.methods.get(method)?, case, path);
-        find(method).or_else(|| match *method {
+        if let Some(patterns) = self.methods.get(method)
+            && let Some(route) = self.at(patterns, case, path)
+        {
+            return Some(route);
+        }
+        match *method {
             // A `CONNECT` with a path is an extended one (RFC 8441).
-            Method::HEAD | Method::CONNECT => find(&Method::GET),
+            Method::HEAD | Method::CONNECT => self.at(self.methods.get(&Method::GET)?, case, path),
             _ => None,
-        })
+        }
     }
 
     fn find(&self, method: &Method, case: Case, path: &str) -> Option<&Route> {
-        self.of_method(method, case, path)
-            .or_else(|| self.at(&self.all, case, path))
+        match self.of_method(method, case, path) {
+            Some(route) => Some(route),
+            None => self.at(&self.all, case, path),
+        }
     }
 }
 
@@ -324,72 +330,17 @@ fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
 
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        let find = |case, path: &str| self.find(&request.method, case, path);
-        let of = |selector: &Selector| selector.find(request, key).map(Cow::into_owned);
-        let under = |route: &Route| of(&route.selector);
-        let path = match target(request) {
-            Target::Path(path) => path,
+        let search = Search {
+            routes: self,
+            request,
+            key,
+        };
+        match target(request) {
+            Target::Path(path) => search.of_path(path),
             // Several paths fit the template, and the pattern may match only some of them.
-            Target::Template(template) => {
-                let limit = find(Case::Exact, &template).and_then(under);
-                return limit.or_else(|| of(&self.default));
-            }
-        };
-        let found = find(Case::Exact, path);
-        let policies = found.and_then(under);
-        let folded_limit = |path: &str, exempt: Option<&Route>| {
-            let folded = find(Case::Folded, path)?;
-            // The exemption may be more specific.
-            let is_limit = exempt.is_none_or(|exempt| folded.rank < exempt.rank);
-            if is_limit { under(folded) } else { None }
-        };
-        if self.ignores_case {
-            let exempt = found.filter(|_| policies.is_none());
-            let limit = folded_limit(&lower_case(path), exempt);
-            if limit.is_some() {
-                return limit;
-            }
-        }
-        // The path equals the pattern, so an exemption is meant for exactly this path.
-        if policies.is_some() || found.is_some_and(|found| found.is_path) {
-            return policies;
-        }
-        // No pattern limits the raw path, but one may limit the lenient path.
-        let (path, limit, exempt) = match lenient(path) {
-            Some(Lenient { path, climbs }) => {
-                let read = find(Case::Exact, &path);
-                let limit = read.and_then(under);
-                let is_exempt = found.is_some() && limit.is_none() && !climbs;
-                (Cow::Owned(path), limit, read.filter(|_| is_exempt))
-            }
-            None => (Cow::Borrowed(path), None, found),
-        };
-        let at_other_end = |case, path: &str| {
-            let other = find(case, &other_end(path))?;
-            // A catch-all matches at both ends, and a more specific pattern exempts this one.
-            if exempt.is_some() && other.is_catch_all {
-                None
-            } else {
-                under(other)
-            }
-        };
-        let as_written = || limit.or_else(|| at_other_end(Case::Exact, &path));
-        let in_lower_case = || {
-            if !self.has_folded && is_lower_case(&path) {
-                return None;
-            }
-            let path = lower_case(&path);
-            folded_limit(&path, exempt).or_else(|| at_other_end(Case::Folded, &path))
-        };
-        let limit = if self.ignores_case {
-            in_lower_case().or_else(as_written)
-        } else {
-            as_written().or_else(in_lower_case)
-        };
-        match (limit, exempt) {
-            (None, Some(_)) => None,
-            (None, None) => of(&self.default),
-            (limit, _) => limit,
+            Target::Template(template) => search
+                .limit_at(Case::Exact, &template)
+                .or_else(|| search.of_default()),
         }
     }
 
@@ -405,6 +356,129 @@ impl PolicySelector for Routes {
         for selector in selectors.chain([&self.default]) {
             selector.observe(observer);
         }
+    }
+}
+
+/// Finds the policies of one request.
+#[derive(Clone, Copy)]
+struct Search<'a> {
+    routes: &'a Routes,
+    request: &'a Parts,
+    key: Option<&'a Key>,
+}
+
+/// A path that no pattern limits as it was sent, as a lenient server reads it.
+struct Reading<'a> {
+    path: Cow<'a, str>,
+    limit: Option<Policies>,
+    /// The exemption of the path, both as it was sent and as it is read.
+    exempt: Option<&'a Route>,
+}
+
+impl<'a> Search<'a> {
+    fn of_path(self, path: &str) -> Option<Policies> {
+        let found = self.find(Case::Exact, path);
+        let policies = found.and_then(|route| self.under(route));
+        if self.routes.ignores_case {
+            let exempt = if policies.is_none() { found } else { None };
+            let limit = self.folded_limit(&lower_case(path), exempt);
+            if limit.is_some() {
+                return limit;
+            }
+        }
+        // The path equals the pattern, so an exemption is meant for exactly this path.
+        if policies.is_some() || found.is_some_and(|found| found.is_path) {
+            return policies;
+        }
+        let reading = self.read(path, found);
+        let limit = if self.routes.ignores_case {
+            self.in_lower_case(&reading)
+                .or_else(|| self.as_written(&reading))
+        } else {
+            self.as_written(&reading)
+                .or_else(|| self.in_lower_case(&reading))
+        };
+        if limit.is_none() && reading.exempt.is_none() {
+            return self.of_default();
+        }
+        limit
+    }
+
+    /// Reads a path as a lenient server does. `found` is the exemption of the path as it was sent.
+    fn read<'p>(self, path: &'p str, found: Option<&'a Route>) -> Reading<'p>
+    where
+        'a: 'p,
+    {
+        let Some(read) = lenient(path) else {
+            return Reading {
+                path: path.into(),
+                limit: None,
+                exempt: found,
+            };
+        };
+        let route = self.find(Case::Exact, &read.path);
+        let limit = route.and_then(|route| self.under(route));
+        let is_exempt = found.is_some() && limit.is_none() && !read.climbs;
+        Reading {
+            path: read.path.into(),
+            limit,
+            exempt: if is_exempt { route } else { None },
+        }
+    }
+
+    fn as_written(self, reading: &Reading<'_>) -> Option<Policies> {
+        if reading.limit.is_some() {
+            return reading.limit.clone();
+        }
+        self.at_other_end(Case::Exact, &reading.path, reading.exempt)
+    }
+
+    fn in_lower_case(self, reading: &Reading<'_>) -> Option<Policies> {
+        if !self.routes.has_folded && is_lower_case(&reading.path) {
+            return None;
+        }
+        let path = lower_case(&reading.path);
+        self.folded_limit(&path, reading.exempt)
+            .or_else(|| self.at_other_end(Case::Folded, &path, reading.exempt))
+    }
+
+    /// The limit of a path in lower case, unless the exemption is more specific.
+    fn folded_limit(self, path: &str, exempt: Option<&Route>) -> Option<Policies> {
+        let folded = self.find(Case::Folded, path)?;
+        match exempt {
+            Some(exempt) if exempt.rank <= folded.rank => None,
+            _ => self.under(folded),
+        }
+    }
+
+    /// The limit of the path with or without a slash at its end.
+    fn at_other_end(self, case: Case, path: &str, exempt: Option<&Route>) -> Option<Policies> {
+        let other = self.find(case, &other_end(path))?;
+        // A catch-all matches at both ends, and a more specific pattern exempts this one.
+        if exempt.is_some() && other.is_catch_all {
+            return None;
+        }
+        self.under(other)
+    }
+
+    fn limit_at(self, case: Case, path: &str) -> Option<Policies> {
+        self.under(self.find(case, path)?)
+    }
+
+    fn find(self, case: Case, path: &str) -> Option<&'a Route> {
+        self.routes.find(&self.request.method, case, path)
+    }
+
+    fn under(self, route: &Route) -> Option<Policies> {
+        self.of(&route.selector)
+    }
+
+    fn of_default(self) -> Option<Policies> {
+        self.of(&self.routes.default)
+    }
+
+    fn of(self, selector: &Selector) -> Option<Policies> {
+        Some(selector.find(self.request, self.key)?.into_owned())
     }
 }
 
@@ -424,21 +498,28 @@ enum Target<'a> {
 fn target(request: &Parts) -> Target<'_> {
     use axum::extract::{MatchedPath, NestedPath, OriginalUri};
 
-    let (here, extensions) = (request.uri.path(), &request.extensions);
-    let sent = || extensions.get().map_or(here, |OriginalUri(uri)| uri.path());
+    let extensions = &request.extensions;
+    let here = request.uri.path();
+    let sent = match extensions.get::<OriginalUri>() {
+        Some(OriginalUri(uri)) => uri.path(),
+        None => here,
+    };
     // A nested router strips its prefix from the path.
     let whole = if extensions.get::<NestedPath>().is_some() {
-        sent()
+        sent
     } else {
         here
     };
-    match extensions.get().map(MatchedPath::as_str) {
-        Some(template) if !fits(template, whole) => match sent() {
-            sent if fits(template, sent) => Target::Path(sent),
-            // In a template, `{{` and `}}` are literal braces.
-            _ => Target::Template(template.replace("{{", "{").replace("}}", "}").into()),
-        },
-        _ => Target::Path(whole),
+    let Some(template) = extensions.get().map(MatchedPath::as_str) else {
+        return Target::Path(whole);
+    };
+    if fits(template, whole) {
+        Target::Path(whole)
+    } else if fits(template, sent) {
+        Target::Path(sent)
+    } else {
+        // In a template, `{{` and `}}` are literal braces.
+        Target::Template(template.replace("{{", "{").replace("}}", "}").into())
     }
 }
 
@@ -458,23 +539,26 @@ fn fits(template: &str, path: &str) -> bool {
             ([b'}', b'}', template @ ..], [b'}', path @ ..]) => (template, path),
             ([b'{', b'{', ..], _) => return false,
             ([b'{', parameter @ ..], _) => {
-                let end = parameter
-                    .iter()
-                    .position(|byte| *byte == b'}')
-                    .map_or(parameter.len(), |end| end + 1);
+                let rest = after(parameter, b'}');
                 if parameter.starts_with(b"*") {
                     // A wildcard in the middle belongs to an outer router, whose path is unknown.
-                    return end == parameter.len() && !path.is_empty();
+                    return rest.is_empty() && !path.is_empty();
                 }
-                let segment = path
-                    .iter()
-                    .position(|byte| *byte == b'/')
-                    .unwrap_or(path.len());
-                (&parameter[end..], &path[segment..])
+                let segment = path.iter().position(|byte| *byte == b'/');
+                (rest, &path[segment.unwrap_or(path.len())..])
             }
             ([one, template @ ..], [other, path @ ..]) if one == other => (template, path),
             _ => return false,
         };
+    }
+}
+
+/// The text after the first such byte.
+#[cfg(feature = "axum")]
+fn after(text: &[u8], mark: u8) -> &[u8] {
+    match text.iter().position(|byte| *byte == mark) {
+        Some(place) => &text[place + 1..],
+        None => &[],
     }
 }
 
@@ -492,13 +576,13 @@ fn lenient(path: &str) -> Option<Lenient> {
     if is_plain(path) {
         return None;
     }
-    let decoded = decoded(path);
-    let decoded = decoded
-        .split(|byte| matches!(byte, b'?' | b'#' | b'\0'))
-        .next()
-        .unwrap_or_default();
-    let (mut segments, mut climbs) = (vec![], false);
-    for segment in decoded.split(|byte| matches!(byte, b'/' | b'\\')) {
+    let mut decoded = decoded(path);
+    if let Some(end) = decoded.iter().position(|byte| b"?#\0".contains(byte)) {
+        decoded.truncate(end);
+    }
+    let mut segments = vec![];
+    let mut climbs = false;
+    for segment in decoded.split(|byte| b"/\\".contains(byte)) {
         let name = segment.split(|byte| *byte == b';').next();
         match without_end(name.unwrap_or_default()) {
             b"" | b"." => {}
@@ -534,13 +618,17 @@ fn is_plain(path: &str) -> bool {
 /// Removes the dots and blanks at the end of a segment, as Windows does. A segment of dots has
 /// another meaning.
 fn without_end(segment: &[u8]) -> &[u8] {
-    let end_of = |ending: &[u8]| {
-        let last = segment.iter().rposition(|byte| !ending.contains(byte));
-        last.map_or(0, |last| last + 1)
-    };
-    match end_of(b" .") {
-        0 => &segment[..end_of(b" ")],
-        end => &segment[..end],
+    match without(b" .", segment) {
+        b"" => without(b" ", segment),
+        name => name,
+    }
+}
+
+/// Removes these bytes at the end of a text.
+fn without<'a>(ending: &[u8], text: &'a [u8]) -> &'a [u8] {
+    match text.iter().rposition(|byte| !ending.contains(byte)) {
+        Some(last) => &text[..=last],
+        None => b"",
     }
 }
 
@@ -557,28 +645,32 @@ fn lower_case(path: &str) -> Cow<'_, str> {
     if is_lower_case(path) {
         return path.into();
     }
-    let folded = path.chars().flat_map(char::to_lowercase);
-    let folded = folded.map(|character| match character {
-        FINAL_SIGMA => '\u{3c3}',
-        other => other,
-    });
-    folded.collect::<String>().into()
+    let mut folded = String::with_capacity(path.len());
+    for character in path.chars().flat_map(char::to_lowercase) {
+        folded.push(match character {
+            FINAL_SIGMA => '\u{3c3}',
+            other => other,
+        });
+    }
+    folded.into()
 }
 
 /// Removes the trailing slash, or adds one.
 fn other_end(path: &str) -> Cow<'_, str> {
-    path.strip_suffix('/')
-        .map_or_else(|| format!("{path}/").into(), Cow::Borrowed)
+    match path.strip_suffix('/') {
+        Some(without) => without.into(),
+        None => format!("{path}/").into(),
+    }
 }
 
 /// Decodes escapes, including nested ones: `%2e`, `%252e`.
 fn decoded(path: &str) -> Vec<u8> {
-    let digit = |byte: u8| char::from(byte).to_digit(16);
     let mut decoded = Vec::with_capacity(path.len());
     for byte in path.bytes() {
         decoded.push(byte);
         while let [.., b'%', high, low] = *decoded
-            && let (Some(high), Some(low)) = (digit(high), digit(low))
+            && let Some(high) = char::from(high).to_digit(16)
+            && let Some(low) = char::from(low).to_digit(16)
         {
             decoded.truncate(decoded.len() - 3);
             decoded.push((high << 4 | low) as u8);

@@ -92,58 +92,71 @@ impl Servers {
                  the user's password",
             );
         }
-        let databases: Vec<i64> = kind
-            .all()
-            .iter()
-            .map(|server| server.redis_settings().db())
-            .collect();
-        match databases.into_iter().find(|database| *database < 0) {
-            Some(database) => wrong(format_args!(
-                "its database is {database}, and the first one is 0: use 0 or a higher number"
-            )),
-            None => Ok(kind),
+        for server in kind.all() {
+            let database = server.redis_settings().db();
+            if database < 0 {
+                return wrong(format_args!(
+                    "its database is {database}, and the first one is 0: use 0 or a higher number"
+                ));
+            }
         }
+        Ok(kind)
     }
 
     fn of_text(text: &str) -> Self {
-        if let Err(error) = check_ends(text) {
-            return Self::new(Err(error));
-        }
-        let scheme = text
-            .split_once("://")
-            .and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
-        let (kind, parameters): (_, &[&str]) = match scheme {
-            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster"), rest)) => {
-                let kind =
-                    nodes(scheme, rest).and_then(|nodes| cluster(nodes.into_iter().map(read)));
-                (kind, &["prefix", "protocol"])
-            }
-            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel"), rest)) => (
-                sentinel_of_url(scheme, rest),
-                &["prefix", "protocol", "sentinel_user", "sentinel_password"],
-            ),
-            _ => match check_scheme(text).and_then(|()| read(text)) {
-                Ok(server) if matches!(server.addr(), ConnectionAddr::Unix(_)) => (
-                    Ok(Kind::Server(Box::new(server))),
-                    &["db", "user", "pass", "prefix", "protocol"],
-                ),
-                server => (
-                    server.map(|server| Kind::Server(Box::new(server))),
-                    &["prefix", "protocol"],
-                ),
-            },
+        let kind = match kind_of_url(text) {
+            Ok(kind) => kind,
+            // Ignore the prefix of an invalid URL: it may be a part of a password.
+            Err(error) => return Self::new(Err(error)),
         };
-        let kind = kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind));
-        // Ignore the prefix of an invalid URL: it may be a part of a password.
-        let prefix = kind
-            .is_ok()
-            .then(|| pairs(text).find_map(|pair| pair.strip_prefix("prefix=")))
-            .flatten();
+        let mut prefixes = pairs(text).filter_map(|pair| pair.strip_prefix("prefix="));
         Self {
-            prefix: prefix.map(str::to_owned),
-            kind,
+            prefix: prefixes.next().map(str::to_owned),
+            kind: Ok(kind),
         }
     }
+}
+
+fn kind_of_url(url: &str) -> Result<Kind, ConfigError> {
+    check_ends(url)?;
+    let (scheme, rest) = url.split_once("://").unwrap_or_default();
+    match cut(scheme, "+") {
+        (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster") => {
+            let nodes = nodes(scheme, rest)?;
+            let kind = cluster(nodes.into_iter().map(read))?;
+            check_parameters(url, &["prefix", "protocol"])?;
+            Ok(kind)
+        }
+        (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel") => {
+            let kind = sentinel_of_url(scheme, rest)?;
+            let known = ["prefix", "protocol", "sentinel_user", "sentinel_password"];
+            check_parameters(url, &known)?;
+            Ok(kind)
+        }
+        _ => {
+            check_scheme(url)?;
+            let server = read(url)?;
+            if is_unix(&server) {
+                check_parameters(url, &["db", "user", "pass", "prefix", "protocol"])?;
+            } else {
+                check_parameters(url, &["prefix", "protocol"])?;
+            }
+            Ok(Kind::Server(Box::new(server)))
+        }
+    }
+}
+
+/// Splits a text at the first `mark`. Without one, the second part is empty.
+fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, &'a str) {
+    text.split_once(mark).unwrap_or((text, ""))
+}
+
+fn is_unix(server: &ConnectionInfo) -> bool {
+    matches!(server.addr(), ConnectionAddr::Unix(_))
+}
+
+fn has_database(server: &ConnectionInfo) -> bool {
+    server.redis_settings().db() != 0
 }
 
 /// Omits the URL, since it may contain a password.
@@ -163,7 +176,8 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
 /// Returns `true` for a user without a password: redis-rs would not log in.
 fn has_user_only(server: &ConnectionInfo) -> bool {
     let login = server.redis_settings();
-    login.username().is_some_and(|user| !user.is_empty()) && login.password().is_none()
+    let user = login.username().unwrap_or_default();
+    !user.is_empty() && login.password().is_none()
 }
 
 /// Rejects a URL in quotes, or behind a blank. The URL's parser ignores blanks at its end.
@@ -220,9 +234,9 @@ fn check_scheme(url: &str) -> Result<(), ConfigError> {
             );
         }
     }
-    let hosts = rest.rsplit_once('@').map_or(rest, |(_, hosts)| hosts);
-    let hosts = hosts.split(['/', '?', '#']).next().unwrap_or_default();
-    if hosts.contains(',') {
+    let after_login = rest.rsplit('@').next().unwrap_or(rest);
+    let end = after_login.find(['/', '?', '#']);
+    if after_login[..end.unwrap_or(after_login.len())].contains(',') {
         return wrong(format_args!(
             "it names several hosts: use `{redis}+cluster://` for the nodes of a cluster, `{redis}+sentinel://` for sentinels"
         ));
@@ -232,37 +246,27 @@ fn check_scheme(url: &str) -> Result<(), ConfigError> {
 
 /// The query parameters of a URL.
 fn pairs(url: &str) -> impl Iterator<Item = &str> {
-    let url = url.split_once('#').map_or(url, |(url, _)| url);
-    let query = url.split_once('?').map_or("", |(_, query)| query);
+    let (url, _fragment) = cut(url, "#");
+    let (_, query) = cut(url, "?");
     query.split('&').filter(|pair| !pair.is_empty())
 }
 
 /// Rejects unknown parameters.
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
-    let is_login = |pair: &str| {
-        pair.contains('@')
-            || ["sentinel_password=", "pass="]
-                .iter()
-                .any(|name| pair.starts_with(name))
-    };
-    let has_login = pairs(url).any(is_login);
     let mut seen: Vec<&str> = vec![];
     for pair in pairs(url) {
-        let name = pair.split_once('=').map_or(pair, |(name, _)| name);
-        let known_as = known.join("`, `");
+        let (name, _) = cut(pair, "=");
         if !known.contains(&name) || name == "prefix" && pair.contains('@') {
-            // The name may be a part of a password with an unescaped `&`.
-            let is_shown = !has_login
-                && name
-                    .bytes()
-                    .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-            let name = if is_shown {
+            // It may be a part of a password with an unescaped `&`.
+            let is_name = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+            let shown = if is_name && !pairs(url).any(is_login) {
                 format!(" `{name}`")
             } else {
                 String::new()
             };
+            let known = known.join("`, `");
             return wrong(format_args!(
-                "its parameter{name} is unknown: write `{known_as}`, and in a password a `?` as `%3F` and an `&` as `%26`; all else is set on the \
+                "its parameter{shown} is unknown: write `{known}`, and in a password a `?` as `%3F` and an `&` as `%26`; all else is set on the \
                  builder, or in `StoreConfig`"
             ));
         }
@@ -276,16 +280,21 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     Ok(())
 }
 
+/// Returns `true` for a parameter with a password, or for a part of one.
+fn is_login(pair: &str) -> bool {
+    pair.contains('@') || pair.starts_with("sentinel_password=") || pair.starts_with("pass=")
+}
+
 /// Splits the user and password from the hosts.
 fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
     let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
-    match login.contains('@') {
+    if login.contains('@') {
         // The rest may contain another password, in parameters without their `?`.
-        true => wrong(format_args!(
-            "it has more than one `@`: write user and password once, before the first host, and an `@` in them as `%40`"
-        )),
-        false => Ok((login, hosts)),
+        return wrong(
+            "it has more than one `@`: write user and password once, before the first host, and an `@` in them as `%40`",
+        );
     }
+    Ok((login, hosts))
 }
 
 /// The URL of each node in `user:password@host:port,host:port/?query`.
@@ -307,11 +316,9 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
 
 fn read(url: impl AsRef<str>) -> Result<ConnectionInfo, ConfigError> {
     let url = url.as_ref();
+    let (_, fragment) = cut(url, "#");
     // redis-rs ignores the rest of the URL, which may be the end of a password with the host.
-    if url
-        .split_once('#')
-        .is_some_and(|(_, fragment)| fragment != "insecure")
-    {
+    if url.contains('#') && fragment != "insecure" {
         return wrong(
             "it has a `#`, which ends the URL: write a `#` in a user or password as `%23`",
         );
@@ -321,64 +328,55 @@ fn read(url: impl AsRef<str>) -> Result<ConnectionInfo, ConfigError> {
 
 /// The master and its sentinels in `user:password@host:port,host:port/name/database?query`.
 fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
-    let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
-    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-    let (user, hosts) = split_login(authority)?;
-    let (name, database) = path.split_once('/').unwrap_or((path, ""));
-    let (mut of_sentinels, mut of_all) = (["", ""], vec![]);
+    let (address, query) = cut(rest, "?");
+    let (authority, path) = cut(address, "/");
+    let (login, hosts) = split_login(authority)?;
+    let (name, database) = cut(path, "/");
+    let mut sentinel_user = String::new();
+    let mut sentinel_password = String::new();
+    let mut of_all = vec![];
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         match pair.split_once('=') {
-            Some(("sentinel_user", user)) => of_sentinels[0] = user,
-            Some(("sentinel_password", password)) => of_sentinels[1] = password,
+            Some(("sentinel_user", user)) => sentinel_user = escaped(user),
+            Some(("sentinel_password", password)) => sentinel_password = escaped(password),
             _ => of_all.push(pair),
         }
     }
-    let query = if of_all.is_empty() {
-        String::new()
-    } else {
-        format!("/?{}", of_all.join("&"))
-    };
-    let at = |user: &str| {
-        if user.is_empty() {
-            String::new()
-        } else {
-            format!("{user}@")
-        }
-    };
-    // These characters need no escape in a query, but they do before a host.
-    let [sentinel_user, sentinel_password] = of_sentinels.map(|text| {
-        text.replace(':', "%3A")
-            .replace('/', "%2F")
-            .replace('@', "%40")
-            .replace('?', "%3F")
-    });
-    let login = if of_sentinels == ["", ""] {
-        String::new()
-    } else {
-        format!("{sentinel_user}:{sentinel_password}")
-    };
-    let host = |host: &str| {
+    let mut query = String::new();
+    if !of_all.is_empty() {
+        query = format!("?{}", of_all.join("&"));
+    }
+    let mut sentinel_login = String::new();
+    if !(sentinel_user.is_empty() && sentinel_password.is_empty()) {
+        sentinel_login = format!("{sentinel_user}:{sentinel_password}@");
+    }
+    let hosts: Vec<String> = hosts.split(',').map(with_port).collect();
+    let hosts = hosts.join(",");
+    let sentinels = nodes(scheme, &format!("{sentinel_login}{hosts}/{query}"))?;
+    let mut master = String::new();
+    if !name.is_empty() {
+        let at = if login.is_empty() { "" } else { "@" };
+        master = format!("{scheme}://{login}{at}{name}/{database}{query}");
+    }
+    sentinel(&master, sentinels.into_iter().map(read))
+}
+
+/// Escapes characters that need no escape in a query, but do before a host.
+fn escaped(text: &str) -> String {
+    text.replace(':', "%3A")
+        .replace('/', "%2F")
+        .replace('@', "%40")
+        .replace('?', "%3F")
+}
+
+/// The address of a sentinel, with its default port if it names none.
+fn with_port(host: &str) -> String {
+    match host.rsplit_once(':') {
         // The brackets of an IPv6 address contain colons too.
-        let has_port = host
-            .rsplit_once(':')
-            .is_some_and(|(_, port)| !port.ends_with(']'));
-        if has_port || host.is_empty() {
-            host.to_owned()
-        } else {
-            format!("{host}:26379")
-        }
-    };
-    let hosts: Vec<String> = hosts.split(',').map(host).collect();
-    let sentinels = nodes(scheme, &format!("{}{}{query}", at(&login), hosts.join(",")))?;
-    let master = format!(
-        "{scheme}://{}{name}/{database}{}",
-        at(user),
-        query.trim_start_matches('/')
-    );
-    sentinel(
-        if name.is_empty() { "" } else { &master },
-        sentinels.into_iter().map(read),
-    )
+        Some((_, port)) if !port.ends_with(']') => host.to_owned(),
+        _ if host.is_empty() => String::new(),
+        _ => format!("{host}:26379"),
+    }
 }
 
 fn sentinel(
@@ -394,27 +392,20 @@ fn sentinel(
     let Some(first) = sentinels.first() else {
         return wrong("there is no sentinel: add the URL of at least one");
     };
-    if sentinels
-        .iter()
-        .any(|sentinel| matches!(sentinel.addr(), ConnectionAddr::Unix(_)))
-    {
+    if sentinels.iter().any(is_unix) {
         return wrong("sentinels have no unix sockets: use `redis://host:26379`");
     }
-    if sentinels
-        .iter()
-        .any(|sentinel| sentinel.redis_settings().db() != 0)
-    {
+    if sentinels.iter().any(has_database) {
         return wrong(
             "a sentinel has no database but 0: write that of the master after the master's name",
         );
     }
     let is_url = master.contains("://");
-    let master = if is_url {
-        master.to_owned()
+    let mut master = if is_url {
+        read(master)?
     } else {
-        format!("redis://{master}")
+        read(format!("redis://{master}"))?
     };
-    let master = read(master)?;
     let name = match master.addr() {
         ConnectionAddr::Tcp(name, _) | ConnectionAddr::TcpTls { host: name, .. } => name.clone(),
         _ => String::new(),
@@ -426,11 +417,9 @@ fn sentinel(
             "the master's name is missing or invalid: use letters, digits, `.`, `-` and `_`",
         );
     }
-    let master = if is_url {
-        master
-    } else {
-        master.set_addr(first.addr().clone())
-    };
+    if !is_url {
+        master = master.set_addr(first.addr().clone());
+    }
     Ok(Kind::Sentinel {
         name,
         master: Box::new(master),
@@ -443,17 +432,15 @@ fn cluster(
 ) -> Result<Kind, ConfigError> {
     let nodes: Vec<_> = nodes.collect::<Result<_, _>>()?;
     if nodes.is_empty() {
-        wrong("there is no node: add the URL of at least one node of the cluster")
-    } else if nodes
-        .iter()
-        .any(|node| matches!(node.addr(), ConnectionAddr::Unix(_)))
-    {
-        wrong("the nodes of a cluster have no unix sockets: use `redis://host:6379`")
-    } else if nodes.iter().any(|node| node.redis_settings().db() != 0) {
-        wrong("a cluster has no database but 0: write none in the URL")
-    } else {
-        Ok(Kind::Cluster(nodes))
+        return wrong("there is no node: add the URL of at least one node of the cluster");
     }
+    if nodes.iter().any(is_unix) {
+        return wrong("the nodes of a cluster have no unix sockets: use `redis://host:6379`");
+    }
+    if nodes.iter().any(has_database) {
+        return wrong("a cluster has no database but 0: write none in the URL");
+    }
+    Ok(Kind::Cluster(nodes))
 }
 
 /// One node of a cluster, or one sentinel: a URL as of a single server of [`Servers`], or a
