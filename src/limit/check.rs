@@ -100,8 +100,9 @@ impl Check {
     /// debts, each [`take`](Self::take) of the caller is denied, in all instances, and a
     /// [`charge`](Self::charge) adds only what is missing to a debt of one capacity.
     ///
-    /// A [refund](Decision::refund) of a turn returns something only if it is the last one: later turns
-    /// keep their times.
+    /// Under a bucket that refills gradually, a [refund](Decision::refund) of a turn returns something only if it
+    /// is the last one: later turns keep their times. Under one that refills by the interval, turns of several
+    /// costs may be due at the same moment: up to one burst more than the bucket allows at once.
     ///
     /// Several policies are all charged immediately, although the turn is due only when the slowest
     /// one allows it. If that wait gets shorter, by checks under other lists, turns of a faster

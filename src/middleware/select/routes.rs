@@ -367,11 +367,11 @@ struct Search<'a> {
     key: Option<&'a Key>,
 }
 
-/// A path that no pattern limits as it was sent, as a lenient server reads it.
+/// A path without a limit, as a lenient server reads it.
 struct Reading<'a> {
     path: Cow<'a, str>,
     limit: Option<Policies>,
-    /// The exemption of the path, both as it was sent and as it is read.
+    /// The exemption of the path as it is read, if the raw path is exempt too.
     exempt: Option<&'a Route>,
 }
 
@@ -404,7 +404,7 @@ impl<'a> Search<'a> {
         limit
     }
 
-    /// Reads a path as a lenient server does. `found` is the exemption of the path as it was sent.
+    /// Reads a path as a lenient server does. `found` is the exemption of the raw path.
     fn read<'p>(self, path: &'p str, found: Option<&'a Route>) -> Reading<'p>
     where
         'a: 'p,
