@@ -39,7 +39,6 @@ async fn data_trailers_and_errors_pass_through() {
     trailers.insert("grpc-status", 0.into());
     sender.send(data("hello")).unwrap();
     sender.send(Ok(Frame::trailers(trailers.clone()))).unwrap();
-    sender.send(Err("broken")).unwrap();
     assert_eq!(
         body.frame().await.unwrap().unwrap().into_data().unwrap(),
         "hello"
@@ -53,6 +52,9 @@ async fn data_trailers_and_errors_pass_through() {
             .unwrap(),
         trailers
     );
+    let (sender, body) = frames();
+    let mut body = tracked(&count, body).await;
+    sender.send(Err("broken")).unwrap();
     assert_eq!(body.frame().await.unwrap().unwrap_err(), "broken");
 }
 
