@@ -176,8 +176,7 @@ error_kinds! {
         `RedisStoreBuilder::client_certificate`, or set `tls-auth-clients no` in a Redis";
     /// No reply arrived in time. The check may or may not have been charged.
     Timeout: "timeout",
-        "the server did not reply in time: check its load and the network, or raise the `deadline` of a `Fallback`, or else the store's \
-        `timeout`";
+        "the server did not reply in time: check its load and the network, or raise the store's `timeout`";
     /// The server rejected the credentials, or requires some.
     Authentication: "authentication",
         "the server rejected the credentials: check the user and password in the URL (`redis://user:password@host/`)";
@@ -257,6 +256,14 @@ impl StoreError {
             message: Some(message),
             ..self
         }
+    }
+
+    /// Creates the error of a check that waited for a connection that is still being opened.
+    pub(crate) fn still_connecting() -> Self {
+        Self::new(ErrorKind::Timeout).with_message(
+            "the store is still connecting to the server: check its load and the network, or, if it does not decide once \
+             connected, raise the `deadline` of a `Fallback` above twice the round trip, or else the store's `timeout`",
+        )
     }
 
     /// Adds the server's address, which the message then names. An address that is already set is

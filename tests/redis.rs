@@ -28,6 +28,7 @@ mod config {
 mod connections {
     mod redis {
         mod backoff;
+        mod budget;
         mod paths;
         mod runtimes;
         mod urls;

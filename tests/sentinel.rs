@@ -9,6 +9,9 @@
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "helpers of this binary")]
 
+#[path = "support/devices.rs"]
+#[allow(dead_code, reason = "the tests of a single server use more of it")]
+mod devices;
 #[path = "support/load.rs"]
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod load;

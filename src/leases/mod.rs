@@ -182,6 +182,10 @@ impl<S: Store> Hooks for Leased<S> {
         self.inner.store.backend().server(key)
     }
 
+    fn is_connecting(&self, key: &Key) -> bool {
+        self.inner.store.backend().is_connecting(key)
+    }
+
     fn deadline(&self) -> Option<Duration> {
         self.inner.store.backend().deadline()
     }

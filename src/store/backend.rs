@@ -69,6 +69,11 @@ pub(crate) trait Hooks {
         None
     }
 
+    /// Returns `true` if the store has no connection yet to the server that decides a caller's checks.
+    fn is_connecting(&self, _key: &Key) -> bool {
+        false
+    }
+
     /// Returns the time that the store allows for a check before it is decided otherwise or fails. A
     /// [`Leased`](crate::Leased) store lets no check wait longer for a block. `None`: unknown.
     fn deadline(&self) -> Option<Duration> {
@@ -187,6 +192,11 @@ impl<'a, F> Backend<'a, F> {
     /// See [`Hooks::server`].
     pub(crate) fn server(self, key: &Key) -> Option<String> {
         self.hooks.server(key)
+    }
+
+    /// See [`Hooks::is_connecting`].
+    pub(crate) fn is_connecting(self, key: &Key) -> bool {
+        self.hooks.is_connecting(key)
     }
 
     /// See [`Hooks::deadline`].

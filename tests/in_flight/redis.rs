@@ -277,7 +277,7 @@ async fn an_outage_grants_no_extra_quota() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_distant_wait_queue_drains() {
     let server = RedisServer::start();
-    let url = far(&server, Duration::from_millis(20)).await;
+    let url = far(server.port(), Duration::from_millis(20)).await;
     let layer = CallLimitLayer::new(
         patient(&url),
         |_: &()| Some(ann()),
@@ -329,7 +329,7 @@ async fn a_distant_flood_releases_all_capacity() {
     let limiter = |url: &str| Limiter::new(patient(url), policy.clone());
     let (here, far) = (
         limiter(&server.url()),
-        limiter(&far(&server, Duration::from_millis(20)).await),
+        limiter(&far(server.port(), Duration::from_millis(20)).await),
     );
     let (mood, begun) = (
         Arc::new(AtomicU8::new(PATIENT)),

@@ -14,7 +14,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 use tower_redis_ratelimit::redis::aio::MultiplexedConnection;
 use tower_redis_ratelimit::redis::{Cmd, Value};
 
@@ -108,25 +108,29 @@ pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool
     (url, holds)
 }
 
-/// Forwards to one server, with this delay each way.
-pub(crate) async fn far(server: &RedisServer, way: Duration) -> String {
+/// Forwards to the server on this port, with this delay each way.
+pub(crate) async fn far(port: u16, way: Duration) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (url, port) = (
-        format!("redis://{}/", listener.local_addr().unwrap()),
-        server.port(),
-    );
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
-            let server = TcpStream::connect(("127.0.0.1", port)).await?;
-            client.set_nodelay(true)?;
-            server.set_nodelay(true)?;
-            let ((from, back), (replies, to)) = (client.into_split(), server.into_split());
-            tokio::spawn(delayed(from, to, way));
-            tokio::spawn(delayed(replies, back, way));
+            tokio::spawn(connect_far(client, port, way));
         }
-        Ok::<(), io::Error>(())
     });
     url
+}
+
+async fn connect_far(client: TcpStream, port: u16, way: Duration) -> io::Result<()> {
+    // The round trip of the TCP connection, which this machine has accepted at once.
+    sleep(2 * way).await;
+    let server = TcpStream::connect(("127.0.0.1", port)).await?;
+    client.set_nodelay(true)?;
+    server.set_nodelay(true)?;
+    let (from, back) = client.into_split();
+    let (replies, to) = server.into_split();
+    tokio::spawn(delayed(from, to, way));
+    tokio::spawn(delayed(replies, back, way));
+    Ok(())
 }
 
 async fn delayed(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, way: Duration) -> io::Result<()> {

@@ -16,6 +16,10 @@ mod support;
 
 #[path = "../support/busy.rs"]
 mod busy;
+#[path = "../support/devices.rs"]
+#[allow(dead_code, reason = "the tests without TLS use more of it")]
+mod devices;
+mod far;
 mod files;
 mod settings;
 mod topologies;

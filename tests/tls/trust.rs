@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use rcgen::date_time_ymd;
 use tower_redis_ratelimit::RedisStore;
-use tower_redis_ratelimit::redis::{Client, TlsCertificates};
-use tower_redis_ratelimit::store::{ErrorKind, RedisStoreBuilder, Servers, Store, StoreError};
+use tower_redis_ratelimit::redis::{Client, IntoConnectionInfo, TlsCertificates};
+use tower_redis_ratelimit::store::{
+    AnyStore, ErrorKind, RedisStoreBuilder, Servers, Store, StoreConfig, StoreError,
+};
 
 use crate::support::{RedisServer, assert_helpful, check, until};
 use crate::with_tls::{Authority, TlsServer};
@@ -62,7 +64,7 @@ async fn a_private_ca_is_trusted() {
         .unwrap();
 }
 
-/// A task of redis-rs drives a connection over TLS: a ping detects its loss.
+/// A task of redis-rs drives a connection over TLS, and ends with it.
 #[tokio::test]
 async fn closed_connections_are_replaced() {
     let ca = Authority::new();
@@ -258,6 +260,7 @@ async fn a_silent_server_times_out() {
         let url = format!("{scheme}://{}/", listener.local_addr().unwrap());
         let error = RedisStore::builder(url)
             .timeout(Duration::from_millis(200))
+            .connect_timeout(Duration::from_millis(200))
             .connect()
             .await
             .unwrap_err();
@@ -277,16 +280,34 @@ fn answering(reply: &'static [u8]) -> String {
     url
 }
 
-/// Disabling verification would require a feature of redis-rs.
-#[tokio::test]
-async fn insecure_urls_are_rejected() {
-    refused(
-        builder("rediss://127.0.0.1:1/#insecure"),
-        ErrorKind::Configuration,
-        "invalid store configuration",
-        "",
-    )
-    .await;
+/// At once, not at the first check.
+#[test]
+fn insecure_servers_are_rejected() {
+    let info = "rediss://127.0.0.1/#insecure";
+    let info = info.into_connection_info().unwrap();
+    let url = "rediss://127.0.0.1:1/#insecure";
+    for servers in [
+        Servers::from(url),
+        Servers::from(info.clone()),
+        Servers::from("rediss+cluster://127.0.0.1:1,127.0.0.1:2#insecure"),
+        Servers::from("rediss+sentinel://127.0.0.1:1/mymaster/0#insecure"),
+        Servers::cluster(["rediss://127.0.0.1:1", url]),
+        Servers::sentinel("mymaster", [info]),
+        Servers::sentinel("rediss://mymaster/#insecure", ["rediss://127.0.0.1"]),
+    ] {
+        let error = RedisStore::connect_lazy(servers.clone()).unwrap_err();
+        for fix in [
+            "without verification",
+            "`root_certificates`",
+            "`server_name`",
+        ] {
+            assert!(error.to_string().contains(fix), "{servers:?}: {error}");
+        }
+    }
+    let mut config = StoreConfig::default();
+    config.url = Some(url.to_owned());
+    let error = AnyStore::from_config(&config).unwrap_err().to_string();
+    assert!(error.contains("`root_certificates`"), "{error}");
 }
 
 /// Starts a proxy that delays every reply, and records the first bytes of each connection.

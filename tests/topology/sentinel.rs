@@ -3,9 +3,11 @@
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::RedisStore;
+use tower_redis_ratelimit::check::Source;
 use tower_redis_ratelimit::store::{Servers, Store};
+use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 
+use crate::devices::far;
 use crate::nodes::{Fake, NAME, Sentinel, url};
 use crate::support::{RedisServer, check, free_port, until};
 
@@ -74,6 +76,32 @@ async fn the_master_is_found() {
             .await
             .contains("db3:keys=")
     );
+}
+
+/// Each connection takes several round trips to a sentinel, and then to the master.
+#[tokio::test]
+async fn a_far_master_is_found() {
+    const ROUND_TRIP: Duration = Duration::from_millis(240);
+    let server = RedisServer::start();
+    let port_of = |url: String| -> u16 {
+        let port = url.trim_end_matches('/').rsplit(':').next();
+        port.unwrap().parse().unwrap()
+    };
+    let master = port_of(far(server.port(), ROUND_TRIP / 2).await);
+    let sentinel = Fake::start(master, 1);
+    let sentinel = port_of(far(sentinel.port, ROUND_TRIP / 2).await);
+    // Above the two round trips of a script's first call: after a timeout, each connection is pinged.
+    let redis = RedisStore::builder(url(&[sentinel])).timeout(ROUND_TRIP * 3);
+    let redis = redis.connect_timeout(PATIENT).connect_lazy().unwrap();
+    let store = Fallback::new(redis, LocalStore::default()).deadline(ROUND_TRIP * 5 / 4);
+    let source = async || {
+        let decision = store.check(check("ann", "10000/s")).await;
+        decision.unwrap().source()
+    };
+    until("Redis decides", async || source().await == Source::Redis).await;
+    for _ in 0..3 {
+        assert_eq!(source().await, Source::Redis);
+    }
 }
 
 #[tokio::test]

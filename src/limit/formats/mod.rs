@@ -161,6 +161,18 @@ text!(Quota, "a quota such as `100/s burst 200`");
 text!(Strategy, "a strategy such as `gcra`");
 text!(Kind, "a strategy such as `gcra`");
 
+impl Setting for Option<Duration> {
+    const EXPECTED: &'static str = Duration::EXPECTED;
+
+    fn absent() -> Option<Self> {
+        Some(None)
+    }
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        Duration::read(text).map(Some)
+    }
+}
+
 impl Setting for Duration {
     const EXPECTED: &'static str = "a duration such as `250ms`";
 

@@ -1,7 +1,9 @@
 //! Feature `serde`: the settings of a store.
 
 use std::fmt;
+use std::time::Duration;
 
+use serde::Serializer;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 
 use super::{ShareConfig, StoreConfig};
@@ -9,6 +11,17 @@ use crate::error::ConfigError;
 use crate::limit::formats::{Redacted, Setting, deserialize};
 
 pub(super) use crate::limit::formats::{Field, write_duration};
+
+/// Serializes a duration that is set.
+pub(super) fn write_some_duration<S: Serializer>(
+    duration: &Option<Duration>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    match duration {
+        Some(duration) => write_duration(duration, serializer),
+        None => serializer.serialize_none(),
+    }
+}
 
 impl<'de> Deserialize<'de> for StoreConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

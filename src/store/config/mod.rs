@@ -211,6 +211,13 @@ settings! {
         /// See [`RedisStoreBuilder::timeout`](super::RedisStoreBuilder::timeout). Defaults to 250 ms.
         #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
         timeout: Duration = Duration::from_millis(250);
+        /// See [`RedisStoreBuilder::connect_timeout`](super::RedisStoreBuilder::connect_timeout). Defaults to none: 2 s,
+        /// or the [`timeout`](Self::timeout) if that is longer.
+        #[cfg_attr(
+            feature = "serde",
+            serde(skip_serializing_if = "Option::is_none", serialize_with = "formats::write_some_duration")
+        )]
+        connect_timeout: Option<Duration> = None;
         /// See [`RedisStoreBuilder::queue`](super::RedisStoreBuilder::queue). Defaults to 10,000.
         queue: NonZeroUsize = number(10_000);
         /// See [`RedisStoreBuilder::batch`](super::RedisStoreBuilder::batch). Defaults to 128.
@@ -235,6 +242,18 @@ settings! {
 
 /// The value of an environment variable that selects a store in this process.
 const LOCAL: &str = "local";
+
+impl RedisSettings {
+    /// The default budget of a connection: a dozen round trips of 150 ms.
+    const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+    /// Maximum time to open a connection; never below the timeout.
+    pub(super) fn time_to_connect(&self) -> Duration {
+        self.connect_timeout
+            .unwrap_or(Self::CONNECT_TIMEOUT)
+            .max(self.timeout)
+    }
+}
 
 impl StoreConfig {
     /// Creates the default settings, with the URL in this environment variable. The value `local` selects a store in this

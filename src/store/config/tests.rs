@@ -19,6 +19,7 @@ fn other() -> StoreConfig {
         prefix: "shop".to_owned(),
         connections: number(3),
         timeout: Duration::from_millis(500),
+        connect_timeout: Some(Duration::from_secs(3)),
         queue: number(4),
         batch: number(5),
         partitions: number(10),
@@ -79,6 +80,7 @@ fn every_setting_reaches_its_store() {
         .prefix("shop")
         .connections(config.connections)
         .timeout(Duration::from_millis(500))
+        .connect_timeout(Duration::from_secs(3))
         .queue(config.queue)
         .batch(config.batch)
         .partitions(config.partitions)

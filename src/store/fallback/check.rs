@@ -291,7 +291,14 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// The error for a check of this caller without a reply at the deadline.
     fn timed_out(&self, key: &Key) -> StoreError {
-        let error = StoreError::new(ErrorKind::Timeout);
+        let error = if self.primary.backend().is_connecting(key) {
+            StoreError::still_connecting()
+        } else {
+            StoreError::new(ErrorKind::Timeout).with_message(
+                "the server did not reply within the `deadline` of the `Fallback`: check its load and the network, or raise \
+                 the `deadline` above twice the round trip",
+            )
+        };
         match self.primary.backend().server(key) {
             Some(server) => error.with_server(server),
             None => error,

@@ -335,6 +335,10 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
         self.partitions[0].primary.backend().server(key)
     }
 
+    fn is_connecting(&self, key: &Key) -> bool {
+        self.partitions[0].primary.backend().is_connecting(key)
+    }
+
     fn deadline(&self) -> Option<Duration> {
         Some(self.partitions[0].settings.deadline)
     }

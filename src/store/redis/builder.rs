@@ -214,11 +214,22 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Sets the maximum time of one call, of a connect before it, and that a check waits to be sent
-    /// without a [`Fallback`](crate::Fallback), which withdraws its checks itself. Defaults to 250 ms; zero is an error. A
-    /// [`Fallback`](crate::Fallback) has its own deadline: keep this above two of them.
+    /// Sets the maximum time of one call, and that a check waits to be sent without a [`Fallback`](crate::Fallback), which
+    /// withdraws its checks itself. Defaults to 250 ms; zero is an error. A [`Fallback`](crate::Fallback) has its own
+    /// deadline: keep this above two of them.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
+        self
+    }
+
+    /// Sets the maximum time to open a connection: for the name lookup, TCP, TLS and the greeting together. Defaults to 2 s,
+    /// or to the [`timeout`](Self::timeout) if that is longer; less than the timeout is an error.
+    ///
+    /// The store connects in the background, and the checks of that time do not begin it again. Each waits for at most the
+    /// timeout, or for the deadline of its [`Fallback`](crate::Fallback). A TCP connection that takes longer than a quarter
+    /// of this time is begun again.
+    pub fn connect_timeout(mut self, time: Duration) -> Self {
+        self.settings.connect_timeout = Some(time);
         self
     }
 
@@ -281,7 +292,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Connects, and verifies that Redis can run the script.
+    /// Connects, and verifies that Redis can run the script. Waits for a connection for at most the
+    /// [`connect_timeout`](Self::connect_timeout).
     ///
     /// # Errors
     ///
@@ -296,8 +308,8 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions or a
-    /// timeout of zero; for `rediss://` without the feature `tls`; and for TLS settings without
+    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions, a
+    /// timeout of zero or above the time to connect; for `rediss://` without the feature `tls`; and for TLS settings without
     /// `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         let Self {
@@ -319,6 +331,14 @@ impl RedisStoreBuilder {
                 "a timeout of 0 for Redis: use a longer one, such as 250 ms",
             ));
         }
+        if let Some(time) = settings.connect_timeout
+            && time < settings.timeout
+        {
+            return Err(ConfigError::new(format!(
+                "a connect_timeout of {time:?} below the timeout of {:?}: use a longer one, such as 2 s, or a shorter timeout",
+                settings.timeout
+            )));
+        }
         if settings.partitions.get() > Cluster::MAX_PARTITIONS {
             return Err(ConfigError::new(format!(
                 "{} partitions: use at most 1024",
@@ -329,7 +349,7 @@ impl RedisStoreBuilder {
             servers.into_kind()?,
             &settings.prefix,
             settings.partitions.get(),
-            settings.timeout,
+            settings.time_to_connect(),
             &tls,
         )?;
         Ok(RedisStore {

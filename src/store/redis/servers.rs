@@ -86,6 +86,9 @@ impl Servers {
 
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
         let mut kind = self.kind?;
+        if kind.all().into_iter().any(|server| is_insecure(server)) {
+            return Err(insecure());
+        }
         if kind.all().into_iter().any(|server| has_user_only(server)) {
             return wrong(
                 "it has a user and no password: put a colon before a password alone, as in `redis://:password@host`, or add \
@@ -522,6 +525,20 @@ impl fmt::Debug for Servers {
         let nodes: Vec<String> = nodes.iter().map(|node| node.addr().to_string()).collect();
         f.write_str(&nodes.join(","))
     }
+}
+
+/// Returns `true` if TLS would verify no certificate.
+fn is_insecure(server: &ConnectionInfo) -> bool {
+    matches!(server.addr(), ConnectionAddr::TcpTls { insecure: true, .. })
+}
+
+/// The error for TLS without verification: any crate of the build could enable the feature of redis-rs that allows it.
+fn insecure() -> ConfigError {
+    ConfigError::new(
+        "TLS without verification (`#insecure`) is not supported: set `root_certificates` to the CA of the server's \
+         certificate, or to a self-signed certificate itself, and `server_name` if the certificate has another name than \
+         the URL",
+    )
 }
 
 /// Converts redis-rs's error for a URL.

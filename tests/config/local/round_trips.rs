@@ -144,6 +144,7 @@ fn stores() -> impl Generate<Value = StoreConfig> {
                 store.denials,
             ) = sizes;
             (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
+            store.connect_timeout = Some(timeout);
             let [
                 root_certificates,
                 client_certificate,

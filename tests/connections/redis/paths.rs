@@ -130,7 +130,7 @@ async fn closed_connections_are_replaced() {
     assert_eq!(left().await, 99, "Redis has forgotten");
 }
 
-/// A task of redis-rs drives a connection over a Unix socket: a ping detects its loss.
+/// A task of redis-rs drives a connection over a Unix socket, and ends with it.
 #[cfg(unix)]
 #[tokio::test]
 async fn closed_unix_connections_are_replaced() {

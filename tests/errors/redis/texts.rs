@@ -186,7 +186,7 @@ async fn a_missed_deadline_names_the_server() {
         } else {
             ""
         };
-        let text = format!("the server {server}{address} did not reply in time: ");
+        let text = format!("the store is still connecting to the server {server}{address}: ");
         assert!(error.starts_with(&text), "{url}: {error}");
     }
 }

@@ -304,7 +304,7 @@ impl Scene {
 }
 
 /// Starts a cluster whose nodes announce proxies to clients, and reach each other.
-async fn behind_proxies() -> (Cluster, Vec<Proxy>) {
+pub async fn behind_proxies() -> (Cluster, Vec<Proxy>) {
     let proxies: Mutex<HashMap<u16, Proxy>> = Mutex::default();
     let port_of = |proxy: &Proxy| -> u16 {
         let url = proxy.url();

@@ -13,7 +13,7 @@ use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
 use tokio::net::TcpStream;
 
-use super::errors::{STEPS, error_of_greeting};
+use super::errors::{STEPS, connecting_timed_out, error_of_greeting};
 use super::names::{self, Host};
 use super::pool::Driven;
 use crate::error::{ErrorKind, StoreError};
@@ -21,7 +21,8 @@ use crate::util::patient;
 
 #[derive(Debug)]
 pub(crate) struct Dialer {
-    timeout: Duration,
+    /// Maximum time of a connection, which the callers of `dial` limit.
+    time: Duration,
     /// The name in the server's certificate, if it differs from the host.
     server_name: Option<String>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
@@ -33,10 +34,10 @@ pub(crate) struct Dialer {
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
 
 impl Dialer {
-    /// Creates a dialer whose callers wait for at most `timeout`.
-    pub(crate) fn new(timeout: Duration, server_name: Option<String>) -> Self {
+    /// Creates a dialer whose connections take at most `time`.
+    pub(crate) fn new(time: Duration, server_name: Option<String>) -> Self {
         Self {
-            timeout,
+            time,
             server_name,
             connected: AtomicBool::new(false),
         }
@@ -61,7 +62,7 @@ impl Dialer {
             .set_connection_timeout(None)
             .set_response_timeout(None);
         if let ConnectionAddr::Tcp(host, port) = server.addr() {
-            let stream = connect(host, *port, server.tcp_settings()).await?;
+            let stream = connect(host, *port, server.tcp_settings(), self.time / 4).await?;
             let opening =
                 MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
             let (connection, driver) = opening.await?;
@@ -95,7 +96,7 @@ impl Dialer {
     async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {
-                let time = self.timeout - self.timeout / 4;
+                let time = self.time - self.time / 4;
                 match patient(time, STEPS, self.open(server)).await {
                     Ok(opened) => opened,
                     Err(_)
@@ -106,7 +107,7 @@ impl Dialer {
                         let reason = "the server does not use TLS on this port: use `redis://`, or its TLS port";
                         return Err(StoreError::explained(ErrorKind::Tls, reason));
                     }
-                    Err(_) => return Err(StoreError::new(ErrorKind::Timeout)),
+                    Err(_) => return Err(connecting_timed_out()),
                 }
             }
             ConnectionAddr::Tcp(host, port) => match self.open(server).await {
@@ -154,19 +155,28 @@ impl Dialer {
                 }
             }
         };
-        matches!(patient(self.timeout / 4, STEPS, asking).await, Ok(Some(reply)) if expected(reply))
+        matches!(patient(self.time / 4, STEPS, asking).await, Ok(Some(reply)) if expected(reply))
     }
 }
 
-/// Opens a TCP stream without TLS, as redis-rs would.
-async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
-    let addresses = names::addresses(host, port).await?;
-    let (stream, _) = select_ok(
-        addresses
-            .into_iter()
-            .map(|address| Box::pin(TcpStream::connect(address))),
-    )
-    .await?;
+/// Opens a TCP stream without TLS, as redis-rs would. Begins again after `time`: the system sends a lost packet again
+/// only after a second, and then after two more.
+async fn connect(
+    host: &str,
+    port: u16,
+    settings: &TcpSettings,
+    time: Duration,
+) -> io::Result<TcpStream> {
+    let stream = loop {
+        let addresses = names::addresses(host, port).await?;
+        let mut connecting = vec![];
+        for address in addresses {
+            connecting.push(Box::pin(TcpStream::connect(address)));
+        }
+        if let Ok(connected) = patient(time, STEPS, select_ok(connecting)).await {
+            break connected?.0;
+        }
+    };
     stream.set_nodelay(settings.nodelay())?;
     let socket = SockRef::from(&stream);
     if let Some(keepalive) = settings.keepalive() {
@@ -232,12 +242,42 @@ mod tests {
     async fn streams_have_their_settings() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let stream = connect("127.0.0.1", port, &tcp_settings(&TcpSettings::default()))
+        let settings = tcp_settings(&TcpSettings::default());
+        let stream = connect("127.0.0.1", port, &settings, Duration::from_secs(20))
             .await
             .unwrap();
         let socket = SockRef::from(&stream);
         assert!(stream.nodelay().unwrap() && socket.keepalive().unwrap());
         assert_eq!(socket.tcp_keepalive_time().unwrap(), KEEP_ALIVE);
+    }
+
+    /// A network that loses everything: Linux ignores connections while the listener's queue is full.
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn lost_connections_are_begun_again() {
+        use std::pin::pin;
+        use tokio::net::TcpSocket;
+        use tokio::time::timeout;
+
+        const TRY: Duration = Duration::from_millis(50);
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let listener = socket.listen(1).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut queued = vec![];
+        while let Ok(stream) = timeout(TRY, TcpStream::connect(address)).await {
+            queued.push(stream.unwrap());
+        }
+        let settings = TcpSettings::default();
+        let mut connecting = pin!(connect("127.0.0.1", address.port(), &settings, TRY));
+        assert!(connecting.as_mut().now_or_never().is_none());
+        for _ in queued {
+            drop(listener.accept().await.unwrap());
+        }
+        // The system tries again after a second.
+        let system = Duration::from_millis(950);
+        let connected = timeout(system, connecting).await;
+        drop(connected.expect("begun again").unwrap());
     }
 
     #[test]

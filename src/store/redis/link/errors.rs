@@ -93,7 +93,7 @@ pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> 
 /// Number of graces for a reply: enough for the task that reads it, and for the task that awaits it.
 const REPLY: u32 = 2;
 /// Number of graces for several steps, such as to connect: each step waits for a thread of the runtime.
-pub(super) const STEPS: u32 = 16;
+pub(crate) const STEPS: u32 = 16;
 
 /// Returns the result of an attempt of several steps, or [`ErrorKind::Timeout`] after `time` and its
 /// [graces](crate::util::Patience).
@@ -120,6 +120,14 @@ pub(super) fn replies_within<T>(
 
 fn timed_out() -> StoreError {
     StoreError::new(ErrorKind::Timeout)
+}
+
+/// The error of a connection that was not opened in its time.
+pub(super) fn connecting_timed_out() -> StoreError {
+    timed_out().with_message(
+        "connecting to the server took longer than `connect_timeout`: check its load and the network, or raise \
+         `connect_timeout`",
+    )
 }
 
 /// Converts the error of a call that was not executed.

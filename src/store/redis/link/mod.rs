@@ -8,8 +8,8 @@ mod pool;
 mod tls;
 
 pub(super) use dial::{Dialer, kept_alive, with_address};
-pub(super) use errors::{error_of, not_run, within};
-pub(super) use pool::{Connect, Driven, Epoch, Link, Pool, Replies};
+pub(super) use errors::{STEPS, error_of, not_run, within};
+pub(super) use pool::{Connect, Driven, Epoch, Link, Pool, Replies, Times};
 pub(super) use tls::Tls;
 pub(in crate::store) use tls::no_tls;
 #[cfg(feature = "tls")]

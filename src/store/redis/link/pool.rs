@@ -13,8 +13,11 @@
 //! So nothing reads while no command is in flight. Before each use, the pool checks whether the
 //! connection was lost in the meantime.
 //!
-//! With TLS or over a Unix socket, redis-rs opens the connection and spawns its task. Only a ping
-//! then shows whether the connection was lost.
+//! With TLS or over a Unix socket, redis-rs opens the connection and spawns its task, which ends when
+//! the connection is lost. Such a task takes no command.
+//!
+//! A connection may take longer than a check waits. bb8 opens it in a task that outlives the
+//! checkout, and starts no other one for the next checkout.
 
 use std::future::{Future, poll_fn};
 use std::mem;
@@ -34,10 +37,10 @@ use tokio::sync::watch;
 use tokio::task::coop::{Unconstrained, unconstrained};
 use tokio::time::Instant;
 
-use super::errors::{error_of, replies_within, within};
+use super::errors::{STEPS, connecting_timed_out, error_of, replies_within};
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::script::Call;
-use crate::util::{instant, jittered, lock};
+use crate::util::{instant, jittered, lock, patient};
 
 /// Connects to the server of a pool.
 pub(crate) trait Connect: Send + Sync + 'static {
@@ -49,9 +52,18 @@ pub(crate) trait Connect: Send + Sync + 'static {
 /// needs no ping.
 pub(crate) struct Manager<C> {
     to: C,
-    timeout: Duration,
-    backoff: Backoff,
+    times: Times,
+    backoff: Arc<Backoff>,
     timeouts: Arc<AtomicU64>,
+}
+
+/// The limits of a [`Pool`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Times {
+    /// Maximum time to open a connection.
+    pub(crate) connect: Duration,
+    /// Maximum time of a ping.
+    pub(crate) ping: Duration,
 }
 
 /// Delays new connections while a server is unreachable, so that not every check tries to connect.
@@ -63,8 +75,10 @@ struct Backoff(Mutex<Streak>);
 #[derive(Default)]
 struct Streak {
     failures: u32,
-    /// The time until which no connection is attempted, and the reason.
-    refused: Option<(Instant, StoreError)>,
+    /// The last failure.
+    last: Option<StoreError>,
+    /// The time until which no connection is attempted.
+    refused_until: Option<Instant>,
 }
 
 impl Backoff {
@@ -76,17 +90,24 @@ impl Backoff {
 
     /// The reason why no connection may be attempted, if any.
     fn error(&self) -> Option<StoreError> {
-        match &lock(&self.0).refused {
-            Some((until, error)) if instant() < *until => Some(error.clone()),
+        let streak = lock(&self.0);
+        match streak.refused_until {
+            Some(until) if instant() < until => streak.last.clone(),
             _ => None,
         }
+    }
+
+    /// The last failure, unless a connection has worked since.
+    fn last(&self) -> Option<StoreError> {
+        lock(&self.0).last.clone()
     }
 
     fn failed(&self, error: StoreError) {
         let mut streak = lock(&self.0);
         streak.failures += 1;
+        streak.last = Some(error);
         if streak.failures > Self::FREE_FAILURES {
-            streak.refused = Some((instant() + jittered(Self::SHORTEST, 1.0..2.0), error));
+            streak.refused_until = Some(instant() + jittered(Self::SHORTEST, 1.0..2.0));
         }
     }
 
@@ -94,6 +115,9 @@ impl Backoff {
         *lock(&self.0) = Streak::default();
     }
 }
+
+/// Number of graces for a connection on a busy runtime. Few, because its time has room for delays.
+const GRACES: u32 = 2;
 
 impl<C: Connect> bb8::ManageConnection for Manager<C> {
     /// Boxed, since it is moved at each checkout.
@@ -104,17 +128,21 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
         if let Some(error) = self.backoff.error() {
             return Err(error);
         }
-        let link = match within(self.timeout, self.to.connect()).await {
-            Ok(link) => link,
+        let connecting = self.to.connect();
+        let connected = match patient(self.times.connect, GRACES, connecting).await {
+            Ok(connected) => connected,
+            Err(_) => Err(connecting_timed_out()),
+        };
+        match connected {
+            Ok(link) => {
+                let timeouts = self.timeouts.load(Ordering::Relaxed);
+                Ok(Box::new(Connection::new(link, self.times.ping, timeouts)))
+            }
             Err(error) => {
                 self.backoff.failed(error.clone());
-                return Err(error);
+                Err(error)
             }
-        };
-        // Limit a ping to half of the timeout, so that time remains for a new connection and the
-        // command.
-        let timeouts = self.timeouts.load(Ordering::Relaxed);
-        Ok(Box::new(Connection::new(link, self.timeout / 2, timeouts)))
+        }
     }
 
     /// Always succeeds: bb8 is configured not to call it, since [`Pool::checkout`] checks the
@@ -156,8 +184,7 @@ pub(crate) struct Pool<C: Connect> {
     spare: Mutex<Option<Checkout<C>>>,
     /// Number of checkouts that wait for bb8.
     waiting: AtomicUsize,
-    /// Maximum time of a checkout.
-    timeout: Duration,
+    backoff: Arc<Backoff>,
     /// Number of uses that were dropped before a reply arrived: the server may have vanished.
     timeouts: Arc<AtomicU64>,
 }
@@ -182,22 +209,23 @@ impl Drop for Waiting<'_> {
 pub(crate) type Checkout<C> = bb8::PooledConnection<'static, Manager<C>>;
 
 impl<C: Connect> Pool<C> {
-    /// Creates a pool of at most `max` connections. Each is created on demand, within the timeout.
-    pub(crate) fn new(to: C, max: usize, timeout: Duration) -> Self {
+    /// Creates a pool of at most `max` connections. Each is created on demand.
+    pub(crate) fn new(to: C, max: usize, times: Times) -> Self {
         let (sender, failures) = watch::channel(None);
         let timeouts = Arc::default();
+        let backoff = Arc::default();
         let manager = Manager {
             to,
-            timeout,
-            backoff: Backoff::default(),
+            times,
+            backoff: Arc::clone(&backoff),
             timeouts: Arc::clone(&timeouts),
         };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
             .test_on_check_out(false)
             .retry_connection(false)
-            // A checkout limits its time itself.
-            .connection_timeout(timeout.saturating_mul(100))
+            // A checkout limits its time itself, and so does a connection.
+            .connection_timeout(times.connect.saturating_mul(100))
             // Disables bb8's background task.
             .idle_timeout(None)
             .max_lifetime(None)
@@ -208,14 +236,35 @@ impl<C: Connect> Pool<C> {
             failures,
             spare: Mutex::new(None),
             waiting: AtomicUsize::new(0),
-            timeout,
+            backoff,
             timeouts,
         }
     }
 
-    /// Returns a working connection, or the reason why none is available.
-    pub(crate) async fn checkout(&self) -> Result<Checkout<C>, StoreError> {
-        within(self.timeout, pin!(self.find_working())).await
+    /// Returns a working connection, or the reason why none is available within `time`. A connection that takes longer
+    /// is then still opened, for a later checkout.
+    pub(crate) async fn checkout(&self, time: Duration) -> Result<Checkout<C>, StoreError> {
+        match patient(time, STEPS, pin!(self.find_working())).await {
+            Ok(found) => found,
+            Err(_) => Err(self.none_in_time()),
+        }
+    }
+
+    /// Returns `true` if there is no connection yet.
+    pub(crate) fn is_connecting(&self) -> bool {
+        self.connections.state().connections == 0
+    }
+
+    /// The error of a checkout that has waited for too long. The last failure to connect says more than that another
+    /// connection is being opened.
+    fn none_in_time(&self) -> StoreError {
+        if !self.is_connecting() {
+            return StoreError::new(ErrorKind::Timeout);
+        }
+        match self.backoff.last() {
+            Some(error) => error,
+            None => StoreError::still_connecting(),
+        }
     }
 
     async fn find_working(&self) -> Result<Checkout<C>, StoreError> {
@@ -283,7 +332,7 @@ impl<C: Connect> Pool<C> {
                 }
                 // The server may refuse a further connection (`maxclients`), but an existing one
                 // will be returned.
-                None if self.connections.state().connections > 0 => {}
+                None if !self.is_connecting() => {}
                 None => {
                     let error = failures.borrow().clone();
                     return Err(error.unwrap_or_else(|| StoreError::new(ErrorKind::Unreachable)));
@@ -357,8 +406,7 @@ impl Connection {
     /// with few requests by a round trip.
     const IDLE_THRESHOLD: Duration = Duration::from_secs(30);
 
-    /// Idle time after which a connection may have been closed, if a task of redis-rs drives it: only
-    /// a ping detects that.
+    /// Idle time after which it is checked whether redis-rs's task has ended. Costs no round trip, but wakes the task.
     const UNWATCHED_THRESHOLD: Duration = Duration::from_millis(500);
 
     fn new(link: Link, patience: Duration, timeouts: u64) -> Self {
@@ -378,7 +426,16 @@ impl Connection {
             Some(epoch) => epoch.current.load(Ordering::Acquire) != epoch.number,
             None => false,
         };
-        is_of_earlier_epoch || self.link.inner.is_lost()
+        is_of_earlier_epoch || self.is_lost()
+    }
+
+    /// Returns `true` if the connection was lost, as far as the runtime has received events.
+    fn is_lost(&mut self) -> bool {
+        let link = &mut self.link.inner;
+        match &mut link.driver {
+            Some(driver) => has_ended(driver),
+            None => self.used.elapsed() >= Self::UNWATCHED_THRESHOLD && link.has_no_task(),
+        }
     }
 
     /// Returns `true` if a use has succeeded and the last use did not break the connection.
@@ -387,17 +444,11 @@ impl Connection {
     }
 
     /// Starts a use. Returns `true` if the connection may be dead: it was idle for
-    /// [`IDLE_THRESHOLD`](Self::IDLE_THRESHOLD), or for
-    /// [`UNWATCHED_THRESHOLD`](Self::UNWATCHED_THRESHOLD) without a driver here, or another
-    /// connection of the pool has timed out since the last use.
+    /// [`IDLE_THRESHOLD`](Self::IDLE_THRESHOLD), or another connection of the pool has timed out since the last use.
     fn begin_use(&mut self, timeouts: u64) -> bool {
         let before = mem::replace(&mut self.used, instant());
         let timeouts_before = mem::replace(&mut self.timeouts, timeouts);
-        let threshold = match self.link.inner.driver {
-            Some(_) => Self::IDLE_THRESHOLD,
-            None => Self::UNWATCHED_THRESHOLD,
-        };
-        self.used >= before + threshold || timeouts_before != timeouts
+        self.used >= before + Self::IDLE_THRESHOLD || timeouts_before != timeouts
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this
@@ -584,6 +635,13 @@ fn is_lasting(error: &RedisError) -> bool {
 /// Reads and writes a connection, until the connection is lost.
 pub(super) type Driver = Fuse<BoxFuture<'static, ()>>;
 
+/// Returns `true` if the connection of this driver was lost with its last reply or while idle. Also replaces the waker
+/// that the last user left in the driver, so that later events do not wake that task.
+fn has_ended(driver: &mut Driver) -> bool {
+    let _ = driver.poll_unpin(&mut Context::from_waker(Waker::noop()));
+    driver.is_terminated()
+}
+
 /// A connection and its driver. `None` if a task of redis-rs drives the connection.
 pub(crate) struct Driven {
     pub(super) connection: MultiplexedConnection,
@@ -591,15 +649,12 @@ pub(crate) struct Driven {
 }
 
 impl Driven {
-    /// Returns `true` if the connection was lost with its last reply or while idle, as far as the
-    /// runtime has received events. Also replaces the waker that the last user left in the driver, so that
-    /// later events do not wake that task.
-    fn is_lost(&mut self) -> bool {
-        let Some(driver) = &mut self.driver else {
-            return false;
-        };
-        let _ = driver.poll_unpin(&mut Context::from_waker(Waker::noop()));
-        driver.is_terminated()
+    /// Returns `true` if redis-rs's task has ended: it then takes no command. A running task drops a command whose future
+    /// was dropped. Only if it takes the command before that, on another thread, it sends a ping and ignores the reply.
+    fn has_no_task(&mut self) -> bool {
+        let ping = redis::cmd("PING");
+        let abandoned = unconstrained(self.connection.send_packed_command(&ping));
+        matches!(abandoned.now_or_never(), Some(Err(_)))
     }
 
     /// Sends a command and returns its reply, like redis-rs's method of this name.
@@ -665,6 +720,8 @@ mod tests {
     use crate::store::redis::link::Dialer;
     use crate::support::RedisServer;
 
+    const PATIENCE: Duration = Duration::from_secs(20);
+
     /// Connects in the current epoch.
     struct InEpoch {
         server: redis::ConnectionInfo,
@@ -673,7 +730,7 @@ mod tests {
 
     impl Connect for InEpoch {
         async fn connect(&self) -> Result<Link, StoreError> {
-            let dialer = Dialer::new(Duration::from_secs(20), None);
+            let dialer = Dialer::new(PATIENCE, None);
             Ok(Link {
                 inner: dialer.dial(&self.server).await?,
                 epoch: Some(Epoch {
@@ -693,11 +750,15 @@ mod tests {
             server: server.url().into_connection_info().unwrap(),
             current: Arc::clone(&current),
         };
-        let pool = Pool::new(to, 1, Duration::from_secs(20));
+        let times = Times {
+            connect: PATIENCE,
+            ping: PATIENCE,
+        };
+        let pool = Pool::new(to, 1, times);
         let id = async || {
-            let mut connection = pool.checkout().await.unwrap();
+            let mut connection = pool.checkout(PATIENCE).await.unwrap();
             let command = redis::cmd("CLIENT").arg("ID").take();
-            let id = connection.ask(command, Duration::from_secs(20)).await;
+            let id = connection.ask(command, PATIENCE).await;
             pool.give_back(connection);
             id.unwrap()
         };

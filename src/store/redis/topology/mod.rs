@@ -17,7 +17,7 @@ pub(super) use node::Node;
 
 use self::cluster::Cluster;
 use self::sentinel::Sentinels;
-use super::link::{self, Connect, Dialer, Link, Tls, kept_alive};
+use super::link::{self, Connect, Dialer, Link, Times, Tls, kept_alive};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::limit::Key;
 
@@ -73,14 +73,14 @@ impl Topology {
         mut servers: Kind,
         prefix: &str,
         partitions: usize,
-        timeout: Duration,
+        time_to_connect: Duration,
         tls: &Tls,
     ) -> Result<Self, ConfigError> {
         for server in servers.all() {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
-        let dialer = || Dialer::new(timeout, tls.server_name());
+        let dialer = || Dialer::new(time_to_connect, tls.server_name());
         Ok(match servers {
             Kind::Server(server) => Self::Server(Arc::new((*server, dialer()))),
             Kind::Sentinel {
@@ -93,7 +93,7 @@ impl Topology {
                 dialer(),
                 sentinels,
                 dialer(),
-                timeout,
+                time_to_connect,
             ))),
             Kind::Cluster(seeds) => {
                 Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions)))
@@ -173,14 +173,14 @@ impl Topology {
     }
 
     /// Creates a pool of at most `max` connections to a node.
-    pub(super) fn pool(&self, node: Node, max: usize, timeout: Duration) -> Pool {
+    pub(super) fn pool(&self, node: Node, max: usize, times: Times) -> Pool {
         Pool::new(
             Route {
                 topology: self.clone(),
                 node,
             },
             max,
-            timeout,
+            times,
         )
     }
 }

@@ -15,11 +15,11 @@ use tokio::time::timeout_at;
 use super::queues::{Job, Placed, Redirect};
 use super::store::Shared;
 use crate::error::{ConfigError, ErrorKind, StoreError};
-use crate::store::redis::link::{error_of, not_run, within};
+use crate::store::redis::link::{STEPS, error_of, not_run};
 use crate::store::redis::script::{KeyCall, MARKER};
 use crate::store::redis::topology::cluster::{Cluster, NodeError, Planned, SlotMap, Why};
 use crate::store::redis::topology::{Node, Topology};
-use crate::util::instant;
+use crate::util::{instant, patient};
 
 /// Time to live of the marker. Each instance renews it every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
@@ -28,6 +28,8 @@ const MAX_HOPS: u8 = 8;
 /// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
 /// would otherwise count a migrating slot as an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
+/// The timeout divided by this number is the time after which the next node is queried too, in parallel.
+const QUERIES_PER_TIMEOUT: u32 = 8;
 
 impl Shared {
     /// Schedules a query of the slots, on this runtime unless another runtime's task has scheduled one.
@@ -46,7 +48,8 @@ impl Shared {
         let Some(cluster) = this.topology.cluster() else {
             return;
         };
-        if cluster.refresher.begin(&mut planned, this.settings.timeout) {
+        let patience = this.settings.time_to_connect();
+        if cluster.refresher.begin(&mut planned, patience) {
             let _ = this.query_slots(cluster, why).await;
             cluster.refresher.end(planned);
         }
@@ -59,7 +62,9 @@ impl Shared {
     /// Returns the error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
-            let (map, changed) = cluster.query_any(why, self.settings.timeout).await?;
+            let pause = self.settings.timeout / QUERIES_PER_TIMEOUT;
+            let patience = self.settings.time_to_connect();
+            let (map, changed) = cluster.query_any(why, patience, pause).await?;
             self.adopt(cluster, map).await?;
             Ok(changed)
         };
@@ -130,23 +135,31 @@ impl Shared {
         }
     }
 
-    /// Queries the slots immediately, for waiting checks. If the last query has just failed, returns its error without
-    /// another query.
+    /// Waits for a query of the slots, for at most `time`, and starts one unless one is running. If the last query has
+    /// just failed, returns its error without another query.
     ///
     /// # Errors
     ///
     /// Returns the error of the query.
-    pub(super) async fn refreshed(self: &Arc<Self>, cluster: &Cluster) -> Result<(), StoreError> {
+    pub(super) async fn refreshed(
+        self: &Arc<Self>,
+        cluster: &Cluster,
+        time: Duration,
+    ) -> Result<(), StoreError> {
         if let Some(error) = cluster.refresher.recent_error() {
             self.refresh(Why::Unknown);
             return Err(error);
         }
-        within(
-            self.settings.timeout,
-            self.query_slots(cluster, Why::Unknown),
-        )
-        .await
-        .map_err(|error| error.with_server(cluster.address(None)))
+        let ended = cluster.refresher.ended();
+        self.refresh(Why::Unknown);
+        let error = match patient(time, STEPS, ended).await {
+            Ok(()) => cluster.refresher.recent_error(),
+            Err(_) => Some(StoreError::still_connecting()),
+        };
+        match error {
+            Some(error) => Err(error.with_server(cluster.address(None))),
+            None => Ok(()),
+        }
     }
 
     /// Returns the node with the keys that belong to no caller.
@@ -158,7 +171,8 @@ impl Shared {
         if let Some(cluster) = self.topology.cluster()
             && cluster.shared_node().is_none()
         {
-            self.refreshed(cluster).await?;
+            let time = self.settings.time_to_connect();
+            self.refreshed(cluster, time).await?;
         }
         self.topology.shared_node().ok_or_else(no_node)
     }
@@ -392,7 +406,7 @@ mod tests {
         let cluster = store.inner.topology.cluster().unwrap();
         let ask = async || {
             cluster
-                .query_any(Why::Moved, Duration::from_secs(20))
+                .query_any(Why::Moved, Duration::from_secs(20), Duration::ZERO)
                 .await
                 .map(|(map, _)| cluster.adopt(map))
         };

@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use redis::FromRedisValue;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -27,7 +28,7 @@ use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
-use crate::store::redis::link::error_of;
+use crate::store::redis::link::{Times, error_of};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, Pool, Topology};
 use crate::store::{Answer, Backend, Health, Hooks, Store, Waiters, Withdraw, probe};
@@ -80,7 +81,7 @@ use crate::util::{contain, instant, lock};
 ///   confirm that it is a master. If they disagree, the majority decides, otherwise the latest
 ///   failover; if those are equal, the last known master is kept while it replies. A dead or slow
 ///   sentinel delays a connection by at most a quarter of the
-///   [`timeout`](crate::store::RedisStoreBuilder::timeout), and not at all if most of the others
+///   [`connect_timeout`](crate::store::RedisStoreBuilder::connect_timeout), and not at all if most of the others
 ///   agree. While none replies, the last known master is used.
 /// - After a failover, the former master may keep replying for many seconds, and then loses the
 ///   charges of that time. So one sentinel is queried every quarter of a second, in turn, and
@@ -149,6 +150,11 @@ impl Hooks for RedisStore {
     fn server(&self, key: &Key) -> Option<String> {
         let topology = &self.inner.topology;
         Some(topology.address(topology.node(topology.partition(key))))
+    }
+
+    fn is_connecting(&self, key: &Key) -> bool {
+        let partition = self.inner.topology.partition(key);
+        self.inner.is_connecting(partition)
     }
 
     fn deadline(&self) -> Option<Duration> {
@@ -255,6 +261,11 @@ impl Shared {
             timeout,
             ..
         } = self.settings;
+        let times = Times {
+            connect: self.settings.time_to_connect(),
+            // Leaves time for a new connection and the command.
+            ping: timeout / 2,
+        };
         // In a cluster, start a second worker only for a full batch: more calls for one partition cost more than they
         // save.
         let backlog = if self.topology.cluster().is_some() {
@@ -265,7 +276,7 @@ impl Shared {
         let workers = connections.get();
         let target = node.map(|node| Target {
             node,
-            pool: self.topology.pool(node, workers, timeout).into(),
+            pool: self.topology.pool(node, workers, times).into(),
         });
         let max_workers = if target.is_some() { workers } else { 1 };
         let jobs = Queue::new(max_queued.get(), max_workers, backlog);
@@ -395,9 +406,13 @@ impl Shared {
     pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
         let mut partitions = vec![0];
         if let Some(cluster) = self.topology.cluster() {
-            self.refreshed(cluster).await?;
+            let time = self.settings.time_to_connect();
+            self.refreshed(cluster, time).await?;
             partitions = cluster.partition_of_each();
         }
+        // A probe waits for a connection for the timeout only.
+        let connecting = partitions.iter().map(|partition| self.open(*partition));
+        try_join_all(connecting).await?;
         let mut probes = vec![];
         for partition in partitions {
             for cost in [1, 2] {
@@ -408,6 +423,41 @@ impl Shared {
             drop(probe?.await?);
         }
         Ok(())
+    }
+
+    /// Opens a connection to a partition's node, unless there is one.
+    async fn open(self: &Arc<Self>, partition: u16) -> Result<(), StoreError> {
+        let Some(node) = self.topology.node(partition) else {
+            return Ok(());
+        };
+        let pool = self.pool(node)?;
+        let time = self.settings.time_to_connect();
+        // The connection limits its own time, and reports why it was not opened.
+        match pool.checkout(time.saturating_add(time / 4)).await {
+            Ok(connection) => pool.give_back(connection),
+            Err(error) => {
+                let address = self.topology.address(Some(node));
+                return Err(error.with_server(address).not_sent());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if this runtime has no connection yet to a partition's node.
+    fn is_connecting(&self, partition: u16) -> bool {
+        let Some(node) = self.topology.node(partition) else {
+            return true;
+        };
+        let Ok(runtime) = Handle::try_current() else {
+            return false;
+        };
+        let target = {
+            let queues = self.queues();
+            let mut each = queues.each.iter();
+            let queue = each.find(|queue| queue.is_of(runtime.id(), Some(node)));
+            queue.and_then(|queue| queue.target.clone())
+        };
+        target.is_some_and(|target| target.pool.is_connecting())
     }
 
     /// Returns the connections to a node on this runtime.
@@ -427,7 +477,8 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let pool = self.pool(node)?;
         let attempt = async {
-            let mut connection = pool.checkout().await?;
+            let time = self.settings.time_to_connect();
+            let mut connection = pool.checkout(time).await?;
             let calls = std::slice::from_ref(call);
             let replies = connection.run(calls, self.settings.timeout).await;
             pool.give_back(connection);
@@ -455,7 +506,8 @@ impl Shared {
         scan.arg(cursor).arg("MATCH").arg(pattern);
         scan.arg("COUNT").arg(SCAN_STEP);
         let attempt = async {
-            let mut connection = pool.checkout().await?;
+            let time = self.settings.time_to_connect();
+            let mut connection = pool.checkout(time).await?;
             let reply = connection.ask(scan, self.settings.timeout).await;
             pool.give_back(connection);
             redis::from_redis_value(reply?).map_err(|error| error_of(&error.into()))

@@ -109,7 +109,10 @@ impl Worker {
         loop {
             // Wait before taking the checks: until then, their callers can withdraw them.
             let found = match self.inner.topology.cluster() {
-                Some(cluster) if !cluster.is_known() => self.inner.refreshed(cluster).await,
+                Some(cluster) if !cluster.is_known() => {
+                    let timeout = self.inner.settings.timeout;
+                    self.inner.refreshed(cluster, timeout).await
+                }
                 _ => {
                     sleep(PAUSE).await;
                     Ok(())
@@ -248,9 +251,9 @@ impl Worker {
         let Self {
             inner, batch, sent, ..
         } = self;
-        let mut connection = pool.checkout().await?;
-        *sent = true;
         let timeout = inner.settings.timeout;
+        let mut connection = pool.checkout(timeout).await?;
+        *sent = true;
         let replies = connection.run(batch.calls(), timeout).await?;
         for (call, reply) in batch.calls().iter().zip(&replies) {
             if let Ok(reply) = reply

@@ -21,8 +21,15 @@ use super::queues::{Job, JobId, RedisFuture};
 use super::task::Worker;
 use crate::error::ErrorKind;
 use crate::limit::{Check, Key, Policies, Policy};
+use crate::store::redis::link::Times;
 use crate::store::{RedisStore, Store};
 use crate::support::{RedisServer, check, free_port, until};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const TIMES: Times = Times {
+    connect: PATIENCE,
+    ping: PATIENCE,
+};
 
 fn store(url: String, timeout: Duration) -> RedisStore {
     let one = NonZeroUsize::MIN;
@@ -228,9 +235,9 @@ async fn a_refused_ping_proves_a_live_connection() {
     let (url, connections) = answers("-LOADING Redis is loading the dataset in memory\r\n");
     let store = store(url, Duration::from_secs(20));
     let topology = &store.inner.topology;
-    let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+    let pool = topology.pool(topology.node(0).unwrap(), 1, TIMES);
     for _ in 0..3 {
-        drop(pool.checkout().await.unwrap());
+        drop(pool.checkout(PATIENCE).await.unwrap());
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(30)).await;
         tokio::time::resume();
@@ -262,9 +269,9 @@ async fn a_connection_that_ends_with_a_reply_is_replaced() {
     });
     let store = store(url, Duration::from_secs(20));
     let topology = &store.inner.topology;
-    let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+    let pool = topology.pool(topology.node(0).unwrap(), 1, TIMES);
     for _ in 0..3 {
-        let mut connection = pool.checkout().await.unwrap();
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
         let mut ping = Box::pin(connection.ask(redis::cmd("PING"), Duration::from_secs(20)));
         assert!((&mut ping).now_or_never().is_none());
         // The runtime sees neither until both have arrived.
@@ -280,14 +287,14 @@ async fn a_returned_connection_goes_to_the_checkout_that_waits() {
     let server = RedisServer::start();
     let store = store(server.url(), Duration::from_secs(20));
     let topology = &store.inner.topology;
-    let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+    let pool = topology.pool(topology.node(0).unwrap(), 1, TIMES);
     for waits in [false, true, true, false, true] {
-        let mut connection = pool.checkout().await.unwrap();
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
         let _ = connection
             .ask(redis::cmd("PING"), Duration::from_secs(20))
             .await
             .unwrap();
-        let mut next = Box::pin(pool.checkout());
+        let mut next = Box::pin(pool.checkout(PATIENCE));
         if waits {
             assert!((&mut next).now_or_never().is_none());
         }

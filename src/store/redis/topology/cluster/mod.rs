@@ -185,12 +185,13 @@ impl Cluster {
         });
     }
 
-    /// Queries the nodes for the map of slots, each for at most `patience`. Returns the map, and
-    /// whether it differs from the current one.
+    /// Queries the nodes for the map of slots, each for at most `patience`, and the next one after `pause`. Returns the
+    /// map, and whether it differs from the current one.
     pub(crate) async fn query_any(
         &self,
         why: Why,
         patience: Duration,
+        pause: Duration,
     ) -> Result<(Arc<SlotMap>, bool), StoreError> {
         let present = self.map.load_full();
         let lost = if let Why::Lost(node) = why {
@@ -198,7 +199,8 @@ impl Cluster {
         } else {
             None
         };
-        let (map, is_other) = self.nodes.query_any(&present, lost, patience).await?;
+        let queried = self.nodes.query_any(&present, lost, patience, pause).await;
+        let (map, is_other) = queried?;
         if is_other {
             self.refresher.forget_marker();
         }

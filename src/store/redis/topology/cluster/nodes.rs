@@ -75,8 +75,6 @@ pub(crate) enum NodeError {
 const CLUSTER_LOST_AFTER: Duration = Duration::from_secs(30);
 /// Maximum number of known nodes that are queried.
 const MAX_QUERIED: usize = 6;
-/// The timeout divided by this number is the time after which the next node is queried too, in parallel.
-const QUERIES_PER_TIMEOUT: u32 = 8;
 
 impl Nodes {
     pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer) -> Self {
@@ -159,7 +157,7 @@ impl Nodes {
         }
     }
 
-    /// Queries several nodes, starting the next one after a short pause or as soon as one has
+    /// Queries several nodes, each for at most `patience`, starting the next one after a pause or as soon as one has
     /// failed, so that a node that does not respond causes no delay. The `lost` node is queried
     /// last. Returns the map, and whether it is of another cluster.
     ///
@@ -171,12 +169,13 @@ impl Nodes {
         present: &SlotMap,
         lost: Option<Node>,
         patience: Duration,
+        pause: Duration,
     ) -> Result<(SlotMap, bool), StoreError> {
         // At startup, any node may be down: query all in parallel.
         let pause = if present.is_empty() {
             Duration::ZERO
         } else {
-            patience / QUERIES_PER_TIMEOUT
+            pause
         };
         let query =
             async |address: Address| (within(patience, self.query(&address)).await, address);

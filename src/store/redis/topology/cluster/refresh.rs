@@ -3,12 +3,15 @@
 //! A thousand instances notice a failover at the same moment. So each waits for a random delay,
 //! which grows while consecutive queries return the same map.
 //!
-//! Checks without a node do not wait for that task: their worker queries the map.
+//! The worker of checks without a node waits for that task. If connecting takes longer than a check waits, the task goes
+//! on for the next check.
 
 use std::convert::Infallible;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 use tokio::sync::oneshot::{self, error::TryRecvError};
 use tokio::time::Instant;
 
@@ -19,6 +22,8 @@ use crate::util::{instant, jittered, lock};
 #[derive(Debug, Default)]
 pub(crate) struct Refresher {
     state: Mutex<RefresherState>,
+    /// Notified at the end of each query.
+    ended: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -141,12 +146,20 @@ impl Refresher {
 
     /// Records the outcome of a query: whether the map has changed, or the error.
     pub(crate) fn queried(&self, outcome: &Result<bool, StoreError>) {
-        let state = &mut *lock(&self.state);
-        state.unchanged = match outcome {
-            Ok(true) => 0,
-            _ => state.unchanged.saturating_add(1),
-        };
-        state.last = Some((instant(), outcome.as_ref().err().cloned()));
+        {
+            let state = &mut *lock(&self.state);
+            state.unchanged = match outcome {
+                Ok(true) => 0,
+                _ => state.unchanged.saturating_add(1),
+            };
+            state.last = Some((instant(), outcome.as_ref().err().cloned()));
+        }
+        self.ended.notify_waiters();
+    }
+
+    /// Resolves at the end of a query. Counts from this call, not from the first poll.
+    pub(crate) fn ended(&self) -> Notified<'_> {
+        self.ended.notified()
     }
 
     /// The error of the last query, if that failed less than [`LONGEST_GAP`](Self::LONGEST_GAP) ago.

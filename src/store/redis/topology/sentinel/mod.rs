@@ -56,7 +56,7 @@ pub(crate) struct Sentinels {
     to_master: Dialer,
     sentinels: Box<[ConnectionInfo]>,
     to_sentinels: Dialer,
-    timeout: Duration,
+    time_to_connect: Duration,
     /// The last known master.
     known: Mutex<Option<Master>>,
     /// The number of the current epoch; it changes with the master.
@@ -71,7 +71,7 @@ impl Sentinels {
         to_master: Dialer,
         sentinels: Vec<ConnectionInfo>,
         to_sentinels: Dialer,
-        timeout: Duration,
+        time_to_connect: Duration,
     ) -> Self {
         Self {
             name: name.into(),
@@ -79,7 +79,7 @@ impl Sentinels {
             to_master,
             sentinels: sentinels.into(),
             to_sentinels,
-            timeout,
+            time_to_connect,
             known: Mutex::default(),
             epoch: Arc::default(),
             watch: TaskOwner::new(),
@@ -88,7 +88,7 @@ impl Sentinels {
 
     /// Maximum wait for a server that another one can replace: a sentinel, or a candidate that is not the last one.
     fn patience(&self) -> Duration {
-        self.timeout / 4
+        self.time_to_connect / 4
     }
 
     /// Opens a connection to the master.
@@ -119,7 +119,7 @@ impl Sentinels {
         for (i, candidate) in (1..).zip(candidates) {
             // A candidate that does not respond must leave time for the others.
             let patience = if i == last {
-                self.timeout
+                self.time_to_connect
             } else {
                 self.patience()
             };
@@ -283,11 +283,14 @@ impl Sentinels {
             connections.resize_with(this.sentinels.len(), || None);
             outvoted.resize(this.sentinels.len(), None);
             turn = turn.wrapping_add(1) % connections.len();
-            let report = timeout(
-                WATCH,
-                this.ask(&mut connections[turn], &this.sentinels[turn]),
-            )
-            .await;
+            let connection = &mut connections[turn];
+            // Connecting takes several round trips.
+            let patience = if connection.is_some() {
+                WATCH
+            } else {
+                2 * WATCH
+            };
+            let report = timeout(patience, this.ask(connection, &this.sentinels[turn])).await;
             let Ok(Ok(master)) = report else { continue };
             let is_news = match &*lock(&this.known) {
                 Some(known) => !known.is_at(&master),
@@ -300,7 +303,7 @@ impl Sentinels {
             match election.candidates.first() {
                 // Connect only for the effect: a new epoch closes the connections to the former master.
                 Some(first) if first.is_at(&master) => {
-                    let _ = timeout(this.timeout, this.connect_to(election)).await;
+                    let _ = timeout(this.time_to_connect, this.connect_to(election)).await;
                 }
                 _ => outvoted[turn] = Some(master),
             }
