@@ -139,7 +139,7 @@ async fn measure(row: &Row) -> Vec<u32> {
     for us in row.distances {
         let url = match us {
             0 => server.url(),
-            us => devices::far(&server, Duration::from_micros(*us)).await,
+            us => devices::far(server.port(), Duration::from_micros(*us)).await,
         };
         limiters.push(Limiter::new(store(&url), row.policies()));
     }
