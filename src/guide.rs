@@ -173,6 +173,7 @@ pub mod answers {}
 
 /// The tested servers, their requirements, and their effect on the counts.
 ///
+/// [options]: crate::guide::options#stores
 /// [running]: crate::guide::running
 #[doc = include_str!("../docs/servers.md")]
 pub mod servers {}

@@ -51,22 +51,6 @@ async fn checks_do_not_begin_connecting_again() {
     assert_eq!(charged.remaining(), 9, "a check that failed was sent");
 }
 
-#[tokio::test]
-async fn connect_waits_for_the_connect_timeout() {
-    let server = RedisServer::start();
-    let (url, holds) = holding(&server).await;
-    holds.send_replace(true);
-    // Long enough for the checks that `connect` sends.
-    let builder = builder(&url).timeout(Duration::from_secs(2));
-    let connecting = tokio::spawn(builder.connect());
-    until("it connects", async || connections(&server).await == 1).await;
-    tokio::time::pause();
-    tokio::time::advance(LONG / 2).await;
-    tokio::time::resume();
-    holds.send_replace(false);
-    drop(connecting.await.unwrap().unwrap());
-}
-
 /// Accepts connections, and never replies.
 fn silent() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -74,6 +58,7 @@ fn silent() -> (TcpListener, String) {
     (listener, url)
 }
 
+/// `connect` waits for longer than a check.
 #[tokio::test]
 async fn the_error_names_the_connect_timeout() {
     let (_listener, url) = silent();
