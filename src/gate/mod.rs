@@ -247,31 +247,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.exempt(request, Ok(key), grant);
         };
         let id = self.id(request);
-        let check = self.check(key, &policies, request, id);
+        let mut check = self.check(key, &policies, request, id);
         let mut question = self.question(&check, id);
-        let Some((max, queues)) = &self.wait else {
-            return self.ask(request, question, check, grant);
-        };
-        if !queues.has_queue(&check) {
-            return self.ask(request, question, check, grant);
+        if let Some((max, queues)) = &self.wait
+            && queues.has_queue(&check)
+        {
+            if id.is_none() {
+                return self.wait_for(request, question, (*max, queues), &policies, None, grant);
+            }
+            // Only the store knows whether the id repeats an earlier one.
+            question.turn = Turn::OnlyIfRepeated;
+            check = check.peeking();
         }
-        if id.is_none() {
-            return self.wait_for(request, question, (*max, queues), &policies, None, grant);
-        }
-        // Only the store knows whether the id repeats an earlier one.
-        question.turn = Turn::OnlyIfRepeated;
-        self.ask(request, question, check.peeking(), grant)
-    }
-
-    /// Sends the check.
-    #[inline]
-    fn ask(
-        &self,
-        request: &R,
-        mut question: Question,
-        check: Check,
-        grant: &mut Grant<S::Future>,
-    ) -> Admission<S::Future> {
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self.answered(request, question, answer, grant),

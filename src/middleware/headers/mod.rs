@@ -121,22 +121,20 @@ impl Headers {
     /// Adds the header fields of a decision to its response. If `shows`, adds the decision to the
     /// extensions, unless an inner layer or a handler has added one.
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
-        match response.extensions().get::<Decision>() {
-            None => {
-                self.append_around(&decision, response.headers_mut(), false);
-                if shows {
-                    response.extensions_mut().insert(decision);
-                }
-            }
-            // The extensions keep the innermost decision, which explains the response.
-            Some(inner) if inner.is_allowed() => {
-                self.append_around(&decision, response.headers_mut(), false);
-            }
-            Some(denied) if is_by_handler(denied, &decision) => {
-                let denied = denied.clone();
-                self.replace_draft(&denied, response.headers_mut());
-            }
-            Some(_) => self.append_around(&decision, response.headers_mut(), true),
+        let inner = response.extensions().get::<Decision>();
+        let is_innermost = inner.is_none();
+        let denied_within = inner.filter(|inner| !inner.is_allowed());
+        if let Some(denied) = denied_within
+            && is_by_handler(denied, &decision)
+        {
+            let denied = denied.clone();
+            return self.replace_draft(&denied, response.headers_mut());
+        }
+        let is_denied_within = denied_within.is_some();
+        self.append_around(&decision, response.headers_mut(), is_denied_within);
+        // The extensions keep the innermost decision, which explains the response.
+        if shows && is_innermost {
+            response.extensions_mut().insert(decision);
         }
     }
 
