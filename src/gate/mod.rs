@@ -681,7 +681,13 @@ impl Question {
         }
         charged.or_else(|| {
             let decision = decision.clone();
-            Some(Charge::new(self.key, decision, self.cost, self.since?))
+            Some(Charge::new(
+                self.key,
+                decision,
+                self.cost,
+                self.since?,
+                instant(),
+            ))
         })
     }
 }

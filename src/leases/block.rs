@@ -4,6 +4,7 @@ use tokio::time::Instant;
 
 use crate::background::PendingOp;
 use crate::limit::{Charge, Check, Decision, Frees, Key, Policies};
+use crate::util::instant;
 
 /// Quota of one caller that was charged in advance and is spent in memory until it expires.
 #[derive(Debug)]
@@ -32,7 +33,7 @@ impl Block {
         let expires_at = asked_at + lifetime / 8 * 7;
         let granted = decision.granted();
         Self {
-            charge: Charge::new(key, decision, granted, asked_at),
+            charge: Charge::new(key, decision, granted, asked_at, instant()),
             left: granted,
             kept: granted,
             expires_at,

@@ -11,18 +11,30 @@ pub(crate) struct Charge {
     key: Key,
     /// The decision that granted this charge, and nothing else.
     decision: Decision,
-    /// The time at which the check was sent, before the store charged it. For a [due](Self::due)
-    /// turn, the time at which it was expected to be due.
+    /// The time from which the age counts. If the store has reported its time, it computes the age, and this one is a
+    /// lower bound: from the reply on. Otherwise it is an upper bound: from the time on at which the check was sent. For a
+    /// [due](Self::due) turn, the time at which it was expected to be due.
     since: Instant,
 }
 
 impl Charge {
-    /// Creates the charge of `cost` by this decision on a check that was sent at `since`.
-    pub(crate) fn new(key: Key, decision: Decision, cost: u32, since: impl Into<Instant>) -> Self {
+    /// Creates the charge of `cost` by this decision, which has arrived at `now`, on a check that was sent at `sent_at`.
+    pub(crate) fn new(
+        key: Key,
+        decision: Decision,
+        cost: u32,
+        sent_at: impl Into<Instant>,
+        now: impl Into<Instant>,
+    ) -> Self {
+        let store_has_clock = decision.charged_at().micros() > 0;
         Self {
             key,
             decision: decision.of_charge(cost),
-            since: since.into(),
+            since: if store_has_clock {
+                now.into()
+            } else {
+                sent_at.into()
+            },
         }
     }
 
@@ -159,7 +171,7 @@ mod tests {
         let decision = check
             .clone()
             .answer(check.decide(&mut states, 0), Source::Redis);
-        Charge::new(Key::GLOBAL, decision, 10, since)
+        Charge::new(Key::GLOBAL, decision, 10, since, since)
     }
 
     #[test]

@@ -453,7 +453,8 @@ impl Check {
                     continue;
                 }
                 let computed = now - at;
-                // The sender's age is from the check on. A turn counts from its due time, which is `at`.
+                // The sender's age is from the reply on, so it is greater only after a change of the clock. A turn counts
+                // from its due time, which is `at`.
                 charged.age = if charged.is_turn {
                     computed.max(0)
                 } else {

@@ -420,7 +420,7 @@ mod tests {
             let (key, store) = (Key::GLOBAL, LocalStore::default());
             let limiter = Limiter::new(store.clone(), policy.unwrap());
             let first = limiter.take(key, 1).await.unwrap();
-            let first = Charge::new(key, first, 1, instant());
+            let first = Charge::new(key, first, 1, instant(), instant());
             let stream = RequestCost::new(op_queue(store, None), Some(first), None);
             for _ in 0..4_000 {
                 stream.reserve(1).await.unwrap();
@@ -450,7 +450,7 @@ mod tests {
         let charge = |cost| {
             let take = Check::take(Key::GLOBAL, &policies, cost);
             let decision = take.decided(Source::Local, cost, |_| Verdict::allowed());
-            Charge::new(Key::GLOBAL, decision, cost, instant())
+            Charge::new(Key::GLOBAL, decision, cost, instant(), instant())
         };
         for (extra, cost, parts) in [
             (&[3, 5][..], 23, &[(5, 8), (3, 3), (10, 10)][..]),

@@ -140,7 +140,7 @@ async fn reserve_under(charges: &Arc<RequestCharges>, units: u32) -> Result<(), 
     let op = PendingOp::of_check(check).then(move |answer| {
         let granted = match answer {
             Ok(decision) if decision.is_allowed() => {
-                let extra = Charge::new(key, decision, units, since);
+                let extra = Charge::new(key, decision, units, since, instant());
                 this.add_extra(extra);
                 Ok(())
             }

@@ -7,6 +7,7 @@ use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Charge, Decision, Key, RateLimited};
+use crate::util::instant;
 
 /// A cost that a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller.
 /// Dropping it refunds everything that was not [counted](Self::add).
@@ -62,7 +63,7 @@ impl Reservation {
         slot: Option<Slot>,
         ops: OpQueue,
     ) -> Self {
-        let charge = Charge::new(key, decision.clone(), cost, since);
+        let charge = Charge::new(key, decision.clone(), cost, since, instant());
         Self {
             decision,
             charges: RequestCharges::new(ops, Some(charge), slot),

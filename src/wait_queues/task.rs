@@ -482,7 +482,7 @@ impl Task {
         let mut turns = vec![];
         for _ in 0..count {
             let key = self.queue_ref.id.key;
-            let charge = Charge::new(key, decision.clone(), cost, request.sent_at);
+            let charge = Charge::new(key, decision.clone(), cost, request.sent_at, instant());
             let turn = Permit::new(self.queue_ref.clone(), charge, due, slot.take());
             turns.push(turn);
         }

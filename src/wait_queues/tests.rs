@@ -786,7 +786,7 @@ async fn the_first_that_lack_a_turn_are_found() {
             queue.requested.insert(rng.u64(0..12));
         }
         for _ in 0..rng.u8(0..12) {
-            let charge = Charge::new(ANN, decision.clone(), 1, instant());
+            let charge = Charge::new(ANN, decision.clone(), 1, instant(), instant());
             queue.add_turn(Permit::new(queue_ref.clone(), charge, instant(), None));
         }
         let (most, turns) = (rng.usize(0..8), queue.turns.len());

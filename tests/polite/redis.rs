@@ -284,3 +284,32 @@ async fn only_failures_count() {
         is_never_denied(app, &format!("{limit} attempts")).await;
     }
 }
+
+/// A thread outside of the runtime drops what is given back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn any_thread_gives_back() {
+    let server = RedisServer::start();
+    let app = held(store(&server, 2), in_flight("x", 1));
+    for _ in 0..50 {
+        let request = Request::get("/").header("x-user", "ann");
+        let request = request.body(Body::empty()).unwrap();
+        let response = app.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        std::thread::spawn(move || drop(response)).join().unwrap();
+    }
+}
+
+/// A bucket drains while the check is on its way, so the age of a charge must not count that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_failures_count_in_a_bucket() {
+    let server = RedisServer::start();
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Default::default()),
+    ] {
+        let name = format!("{strategy:?}");
+        let policy = Policy::new("attempts", strategy, "1 per 24h".parse().unwrap()).unwrap();
+        is_never_denied(only_failures(store(&server, 2), policy), &name).await;
+    }
+}

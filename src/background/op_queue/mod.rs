@@ -293,6 +293,11 @@ impl SharedQueue {
         // A refund of an expired charge is dropped.
         let check = op.check(now)?;
         let reply = if op.still_counts(now) {
+            // A store may need a runtime, and any thread may drop what an operation gives back.
+            let _entered = match Handle::try_current() {
+                Ok(_) => None,
+                Err(_) => self.first_runtime.get().map(Handle::enter),
+            };
             match contain(|| (self.send_check)(check)) {
                 Some(SentCheck::Pending(reply)) => {
                     return Some(Flight {

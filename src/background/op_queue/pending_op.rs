@@ -76,10 +76,14 @@ impl PendingOp {
         }
     }
 
-    /// Counts the operation in `owed` until it is finished, unless its loss costs nothing: that of a renewal, or of a
-    /// take whose request has ended.
+    /// Counts the operation in `owed` until it is finished. A flush waits for all but renewals and blocks.
     pub(super) fn owed_in(mut self, owed: &Arc<AtomicUsize>) -> Self {
-        if !self.is_never_retried() {
+        let is_owed = match &self.kind {
+            // A take may be refunded after its reply.
+            Kind::Check(check) => !matches!(check.mode(), Mode::Renew | Mode::UpTo),
+            Kind::Refund { .. } => true,
+        };
+        if is_owed {
             owed.fetch_add(1, Ordering::AcqRel);
             self.owed = Some(Owed(Arc::clone(owed)));
         }

@@ -130,7 +130,7 @@ fn an_immediate_store_needs_no_runtime() {
     assert_eq!((left, queue.shared.is_busy()), (999_997, false));
 }
 
-/// Only operations whose loss costs something are owed, and a release only until its first reply.
+/// All but renewals and blocks are owed, and a release only until its first reply.
 #[tokio::test(start_paused = true)]
 async fn operations_are_owed_until_their_reply() {
     let (queue, mut checks, _) = queue_of_channel();
@@ -141,9 +141,11 @@ async fn operations_are_owed_until_their_reply() {
     let id = Check::take(Key::GLOBAL, &slot, 1).slot().unwrap();
     queue.send(Check::renew(Key::GLOBAL, &slot, id));
     queue.put(PendingOp::of_check(Check::release(Key::GLOBAL, &slot, id)).repeated());
-    assert_eq!(queue.owed(), 3);
+    queue.send_now(PendingOp::of_check(Check::take(Key::GLOBAL, &slot, 3)));
+    queue.send_now(PendingOp::of_check(Check::up_to(Key::GLOBAL, &slot, 4)));
+    assert_eq!(queue.owed(), 4);
 
-    assert_eq!(grant_all(checks.take_all()), [1, 2, 0, 0]);
+    assert_eq!(grant_all(checks.take_all()), [1, 2, 0, 0, 3, 4]);
     sleep(LINGER).await;
     assert!(queue.owed() == 0 && queue.shared.is_busy());
     let (_, answer) = checks.next().await;

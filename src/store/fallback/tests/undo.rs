@@ -26,7 +26,13 @@ async fn refund(
     (decision, asked_at): &(Decision, tokio::time::Instant),
     cost: u32,
 ) {
-    let charge = Charge::new(ann(), decision.clone(), decision.granted(), *asked_at);
+    let charge = Charge::new(
+        ann(),
+        decision.clone(),
+        decision.granted(),
+        *asked_at,
+        instant(),
+    );
     op_queue(store.clone(), None).put(PendingOp::refund(charge, cost));
 }
 
