@@ -18,7 +18,7 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
 }
 
 const FIELDS: &str = "`kind`, `url`, `root_certificates`, `client_certificate`, `client_key`, `server_name`, `prefix`, \
-                      `connections`, `timeout`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
+                      `connections`, `timeout`, `connect_timeout`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
                       `local_keys`";
 
 #[test]
