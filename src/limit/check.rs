@@ -102,7 +102,7 @@ impl Check {
     ///
     /// Under a bucket that refills gradually, a [refund](Decision::refund) of a turn returns something only if it
     /// is the last one: later turns keep their times. Under one that refills by the interval, turns of several
-    /// costs may be due at the same moment: up to one burst more than the bucket allows at once.
+    /// costs may be due in the same moment: up to a burst more than the bucket allows.
     ///
     /// Several policies are all charged immediately, although the turn is due only when the slowest
     /// one allows it. If that wait gets shorter, by checks under other lists, turns of a faster

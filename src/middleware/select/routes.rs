@@ -371,7 +371,7 @@ struct Search<'a> {
 struct Reading<'a> {
     path: Cow<'a, str>,
     limit: Option<Policies>,
-    /// The exemption of the path as it is read, if the raw path is exempt too.
+    /// The exemption of this path, if the raw path is exempt too.
     exempt: Option<&'a Route>,
 }
 
