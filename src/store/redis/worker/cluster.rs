@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::time::timeout_at;
 
 use super::queues::{Job, Placed, Redirect};
-use super::store::Shared;
+use super::store::{Shared, runtime};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{STEPS, error_of, not_run};
 use crate::store::redis::script::{KeyCall, MARKER};
@@ -135,8 +135,8 @@ impl Shared {
         }
     }
 
-    /// Waits for a query of the slots, for at most `time`, and starts one unless one is running. If the last query has
-    /// just failed, returns its error without another query.
+    /// Queries the slots immediately, for waiting checks, and waits for at most `time`. A query that takes longer goes on,
+    /// for later checks. If the last query has just failed, returns its error without another query.
     ///
     /// # Errors
     ///
@@ -151,7 +151,8 @@ impl Shared {
             return Err(error);
         }
         let ended = cluster.refresher.ended();
-        self.refresh(Why::Unknown);
+        // On this runtime: a query on another one may stall with it.
+        drop(runtime()?.spawn(Self::query_now(Arc::downgrade(self))));
         let error = match patient(time, STEPS, ended).await {
             Ok(()) => cluster.refresher.recent_error(),
             Err(_) => Some(StoreError::still_connecting()),
@@ -159,6 +160,14 @@ impl Shared {
         match error {
             Some(error) => Err(error.with_server(cluster.address(None))),
             None => Ok(()),
+        }
+    }
+
+    async fn query_now(this: Weak<Self>) {
+        if let Some(this) = this.upgrade()
+            && let Some(cluster) = this.topology.cluster()
+        {
+            let _ = this.query_slots(cluster, Why::Unknown).await;
         }
     }
 

@@ -3,8 +3,8 @@
 //! A thousand instances notice a failover at the same moment. So each waits for a random delay,
 //! which grows while consecutive queries return the same map.
 //!
-//! The worker of checks without a node waits for that task. If connecting takes longer than a check waits, the task goes
-//! on for the next check.
+//! Checks without a node do not wait for that task: their worker queries the map, on its own runtime. If connecting takes
+//! longer than a check waits, the query goes on for the next check.
 
 use std::convert::Infallible;
 use std::sync::Mutex;
