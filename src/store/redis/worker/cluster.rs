@@ -135,7 +135,7 @@ impl Shared {
         }
     }
 
-    /// Queries the slots immediately, for waiting checks, and waits for at most `time`. A query that takes longer goes on,
+    /// Queries the slots immediately, for waiting checks, and waits for at most `time`. A query that takes longer continues,
     /// for later checks. If the last query has just failed, returns its error without another query.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 //! which grows while consecutive queries return the same map.
 //!
 //! Checks without a node do not wait for that task: their worker queries the map, on its own runtime. If connecting takes
-//! longer than a check waits, the query goes on for the next check.
+//! longer than a check waits, the query continues for the next check.
 
 use std::convert::Infallible;
 use std::sync::Mutex;
