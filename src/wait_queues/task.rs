@@ -474,7 +474,8 @@ impl Task {
 
     /// Adds the turn of a waiter, or several.
     fn granted(&self, request: &Request, decision: &Decision, mut slot: Option<Slot>) {
-        let due = instant() + decision.due_in().unwrap_or_default();
+        let now = instant();
+        let due = now + decision.due_in().unwrap_or_default();
         let (cost, count) = match request.check.mode() {
             Mode::UpTo => (1, decision.granted()),
             _ => (request.check.cost(), 1),
@@ -482,7 +483,7 @@ impl Task {
         let mut turns = vec![];
         for _ in 0..count {
             let key = self.queue_ref.id.key;
-            let charge = Charge::new(key, decision.clone(), cost, request.sent_at, instant());
+            let charge = Charge::new(key, decision.clone(), cost, request.sent_at, now);
             let turn = Permit::new(self.queue_ref.clone(), charge, due, slot.take());
             turns.push(turn);
         }
@@ -492,7 +493,7 @@ impl Task {
             }
             if decision.due_in().is_some() {
                 // The store has reserved the turn within the wait that was left when the request was sent.
-                let took = instant().saturating_duration_since(request.sent_at);
+                let took = now.saturating_duration_since(request.sent_at);
                 queue.extend_wait(request.first, took);
             }
         });

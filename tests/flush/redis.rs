@@ -1,4 +1,4 @@
-//! The end of a process: `flush` waits for what the process owes Redis, from any runtime, and says what would be lost.
+//! The end of a process: `flush` waits until Redis has what the process owes it, from any runtime, and reports the rest.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -61,7 +61,7 @@ impl Observer for Errors {
 }
 
 impl Errors {
-    /// Returns how often a flush was in vain with this text.
+    /// Returns the number of failed flushes with this text.
     fn unflushed(&self, text: &str) -> usize {
         let errors = self.0.lock().unwrap();
         errors.iter().filter(|error| error.1.contains(text)).count()

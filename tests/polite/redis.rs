@@ -285,7 +285,7 @@ async fn only_failures_count() {
     }
 }
 
-/// A thread outside of the runtime drops what is given back.
+/// A response is dropped by a thread outside of the runtime.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn any_thread_gives_back() {
     let server = RedisServer::start();

@@ -121,7 +121,7 @@ pub(crate) async fn far(port: u16, way: Duration) -> String {
 }
 
 async fn connect_far(client: TcpStream, port: u16, way: Duration) -> io::Result<()> {
-    // The round trip of the TCP connection, which this machine has accepted at once.
+    // The round trip of the TCP connection, which this machine has accepted immediately.
     sleep(2 * way).await;
     let server = TcpStream::connect(("127.0.0.1", port)).await?;
     client.set_nodelay(true)?;

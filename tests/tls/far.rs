@@ -30,7 +30,7 @@ async fn stores(
 }
 
 /// A round trip of 80 % of the deadline is enough, also for a check after a pause: connecting takes longer than the
-/// timeout, but goes on, and an idle connection is not pinged first.
+/// timeout, but continues, and an idle connection is not pinged first.
 #[tokio::test]
 async fn redis_decides_within_a_long_round_trip() {
     const DEADLINE: Duration = Duration::from_millis(500);

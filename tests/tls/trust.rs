@@ -280,7 +280,7 @@ fn answering(reply: &'static [u8]) -> String {
     url
 }
 
-/// At once, not at the first check.
+/// By the constructor, not by the first check.
 #[test]
 fn insecure_servers_are_rejected() {
     let info = "rediss://127.0.0.1/#insecure";

@@ -293,7 +293,7 @@ impl SharedQueue {
         // A refund of an expired charge is dropped.
         let check = op.check(now)?;
         let reply = if op.still_counts(now) {
-            // A store may need a runtime, and any thread may drop what an operation gives back.
+            // A store may need a runtime, and any thread may drop a request or a reservation.
             let _entered = match Handle::try_current() {
                 Ok(_) => None,
                 Err(_) => self.first_runtime.get().map(Handle::enter),

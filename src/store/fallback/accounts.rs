@@ -116,15 +116,16 @@ impl Accounts {
         let accounts = &mut shard.accounts;
         let examined = accounts.len();
         let mut removed = 0;
-        for (key, each) in accounts.iter_mut() {
+        // One pass, since the shard is locked.
+        accounts.retain(|key, each| {
             let held = each.len();
             each.retain(|account| account.is_owed(now));
             removed += held - each.len();
-            for account in each {
+            for account in &*each {
                 owed.push((account.used(now), *key, account.policies.clone()));
             }
-        }
-        accounts.retain(|_, each| !each.is_empty());
+            !each.is_empty()
+        });
         self.held.fetch_sub(removed, Ordering::AcqRel);
         self.free.fetch_add(removed, Ordering::AcqRel);
         if accounts.is_empty() {

@@ -407,7 +407,7 @@ async fn limiters_with_two_quotas_are_suspected_once() {
         ),
         "{seen:?}"
     );
-    // One that waits only.
+    // A limiter that only waits.
     let waiting = Limiter::new(store.clone(), log("jobs", "20/d")).observer(notes.clone());
     let granted = waiting.wait(Key::new("ann"), 1, LONG).await.unwrap();
     assert!(granted.is_allowed());

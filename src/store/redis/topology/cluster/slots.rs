@@ -201,7 +201,9 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else {
         return None;
     };
-    let (mut read, mut ids, mut lacks_address) = (vec![], HashSet::new(), false);
+    let mut read = vec![];
+    let mut ids = HashSet::new();
+    let mut lacks_address = false;
     for range in ranges {
         let Value::Array(parts) = range else {
             return None;
