@@ -56,7 +56,7 @@ mod error;
 mod gate;
 #[cfg(doc)]
 pub mod guide;
-mod in_flight;
+mod held_slots;
 mod leases;
 mod limit;
 mod limiter;

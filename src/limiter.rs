@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::error::StoreError;
 use crate::gate::Notifier;
-use crate::in_flight::InFlightTracker;
+use crate::held_slots::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};

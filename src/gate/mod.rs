@@ -56,7 +56,7 @@ use self::settings::Settings;
 use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
-use crate::in_flight::{InFlightTracker, Slot};
+use crate::held_slots::{InFlightTracker, Slot};
 use crate::limit::{Charge, Check, Decision, Key, KeyForms, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::observe::event::Reason;

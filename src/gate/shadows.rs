@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 
 use super::{Gate, Notifier, Question, Selector};
 use crate::error::StoreError;
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Decision, Key};
 use crate::settle::RequestCost;
 use crate::store::{Answer, Store};

@@ -12,7 +12,7 @@ use crate::observe::mistakes::SHORT_LEASE;
 
 /// A busy caller under one list of policies.
 #[derive(Debug)]
-pub(super) struct Caller {
+pub(super) struct BusyCaller {
     lease: Duration,
     /// Its blocks, oldest first. Several are kept because each may have too little left for the next check.
     pub(super) blocks: SmallVec<[Block; 1]>,
@@ -55,7 +55,7 @@ const MAX_SLOW_REPLIES: u32 = 16;
 /// Number of lease times for which a caller is kept after its last request for a block.
 const MAX_IDLE_LEASES: u32 = 2;
 
-impl Caller {
+impl BusyCaller {
     pub(super) fn new(lease: Duration, now: Instant) -> Self {
         Self {
             lease,

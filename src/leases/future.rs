@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 
 use super::caller::BlockWait;
-use super::inner::Inner;
+use super::inner::SharedLeases;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::store::{Answer, Store};
@@ -21,7 +21,7 @@ pin_project! {
     /// If it is polled after it has resolved.
     pub struct LeasedFuture<S: Store> {
         // Set while the check waits for a block.
-        pub(super) waiting: Option<(Arc<Inner<S>>, Check, BlockWait)>,
+        pub(super) waiting: Option<(Arc<SharedLeases<S>>, Check, BlockWait)>,
         #[pin]
         pub(super) sent: Option<S::Future>,
     }

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::block::Block;
 use super::busy::BusyCallers;
-use super::caller::{BlockRequest, Caller};
+use super::caller::{BlockRequest, BusyCaller};
 use super::future::LeasedFuture;
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
@@ -20,14 +20,14 @@ use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
 
 /// The state that the clones of a [`Leased`](super::Leased) share.
-pub(super) struct Inner<S: Store> {
+pub(super) struct SharedLeases<S: Store> {
     pub(super) store: S,
     pub(super) share: Share,
     pub(super) max_callers: NonZeroUsize,
     /// The time that the store allows for a check. No check waits longer for blocks.
     pub(super) deadline: Duration,
     busy: BusyCallers,
-    pub(super) shards: Shards<Shard>,
+    pub(super) shards: Shards<BusyShard>,
     /// Created at its first use, when the observer is set.
     queue: OnceLock<OpQueue>,
     pub(super) observer: OnceLock<Arc<dyn Observer>>,
@@ -40,7 +40,7 @@ pub(super) struct Inner<S: Store> {
 }
 
 /// Some of the busy callers, by the digest of caller and policies.
-type Shard = Mutex<BTreeMap<Digest, Caller>>;
+type BusyShard = Mutex<BTreeMap<Digest, BusyCaller>>;
 
 const MAX_SHARDS: usize = 64;
 const MIN_CALLERS_PER_SHARD: usize = 8;
@@ -50,7 +50,7 @@ const MAX_REPLY_TIME: Duration = Duration::from_secs(1);
 /// Interval between two sweeps.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 
-impl<S: Store> Inner<S> {
+impl<S: Store> SharedLeases<S> {
     pub(super) fn new(
         store: S,
         share: Share,
@@ -132,7 +132,7 @@ impl<S: Store> Inner<S> {
     fn spend(
         self: &Arc<Self>,
         check: Check,
-        shard: &Shard,
+        shard: &BusyShard,
         digest: Digest,
         lease: Duration,
         waited_until: Option<Instant>,
@@ -149,7 +149,7 @@ impl<S: Store> Inner<S> {
         if is_busy && callers.len() < self.max_callers_per_shard() {
             callers
                 .entry(digest)
-                .or_insert_with(|| Caller::new(lease, instant()));
+                .or_insert_with(|| BusyCaller::new(lease, instant()));
         }
         let Some(caller) = callers.get_mut(&digest) else {
             drop(callers);
@@ -312,7 +312,7 @@ impl<S: Store> Inner<S> {
     }
 }
 
-impl<S: Store> Drop for Inner<S> {
+impl<S: Store> Drop for SharedLeases<S> {
     fn drop(&mut self) {
         self.sweep(true);
     }

@@ -34,7 +34,7 @@ use std::time::Duration;
 
 pub use self::future::LeasedFuture;
 
-use self::inner::Inner;
+use self::inner::SharedLeases;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{
@@ -91,7 +91,7 @@ use crate::store::{
 ///
 /// [`Fallback`]: crate::Fallback
 pub struct Leased<S: Store> {
-    inner: Arc<Inner<S>>,
+    inner: Arc<SharedLeases<S>>,
 }
 
 impl<S: Store> Leased<S> {
@@ -101,7 +101,7 @@ impl<S: Store> Leased<S> {
     /// Creates a store that leases from `store`, which all instances share.
     pub fn new(store: S) -> Self {
         let share = Share::Fixed(NonZeroU32::MIN);
-        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS, OnceLock::new());
+        let inner = SharedLeases::new(store, share, Self::DEFAULT_CALLERS, OnceLock::new());
         Self { inner }
     }
 
@@ -123,7 +123,7 @@ impl<S: Store> Leased<S> {
     /// Builds a store around the same store, with other settings and no blocks.
     fn with(&self, share: Share, max_callers: NonZeroUsize) -> Self {
         let (store, observer) = (self.inner.store.clone(), self.inner.observer.clone());
-        let inner = Inner::new(store, share, max_callers, observer);
+        let inner = SharedLeases::new(store, share, max_callers, observer);
         Self { inner }
     }
 

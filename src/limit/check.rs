@@ -33,7 +33,7 @@ pub struct Check {
     cost: u32,
     /// Whether the charge is settled later.
     reserves: bool,
-    sender: Sender,
+    sender: SentBy,
     /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
     leasing: Leasing,
@@ -43,7 +43,7 @@ pub struct Check {
 
 /// The sender of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sender {
+enum SentBy {
     /// A request, which awaits the reply.
     Request,
     /// The queue of background operations.
@@ -221,7 +221,7 @@ impl Check {
             mode,
             cost,
             reserves: false,
-            sender: Sender::Request,
+            sender: SentBy::Request,
             slot,
             leasing: Leasing::Possible,
             extra: None,
@@ -364,9 +364,9 @@ impl Check {
     /// Marks a check that no request awaits, which may have been sent before.
     pub(crate) fn in_background(self, is_retry: bool) -> Self {
         let sender = if is_retry {
-            Sender::Retry
+            SentBy::Retry
         } else {
-            Sender::Background
+            SentBy::Background
         };
         Self { sender, ..self }
     }
@@ -374,14 +374,14 @@ impl Check {
     /// Returns `true` if the check may be sent a little later, together with others.
     #[inline]
     pub(crate) fn is_patient(&self) -> bool {
-        self.sender != Sender::Request
+        self.sender != SentBy::Request
     }
 
     /// Returns `true` if later checks of the caller must not overtake the check: it gives something back for the first
     /// time.
     #[inline]
     pub(crate) fn holds_back_later(&self) -> bool {
-        self.gives_room() && self.sender != Sender::Retry
+        self.gives_room() && self.sender != SentBy::Retry
     }
 
     /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 use smallvec::SmallVec;
 
 use super::{
-    Answered, Check, Decision, Kind, Mode, Policy, Source, State, Verdict, Verdicts, micros,
+    Answered, Check, Decision, Mode, Policy, PolicyKind, Source, State, Verdict, Verdicts, micros,
 };
 
 /// The counts of one caller, for a custom [`Store`](crate::store::Store): keep one `Counts` per key.
@@ -161,7 +161,7 @@ impl Counts {
     fn charge(&mut self, check: &Check, now: i64) -> Verdicts {
         self.states.retain(|_, state| state.until > now);
         let mut states: SmallVec<[State; 1]> = SmallVec::new();
-        let mut places: SmallVec<[Place; 1]> = SmallVec::new();
+        let mut places: SmallVec<[DecidedKey; 1]> = SmallVec::new();
         for policy in check.policies() {
             let key = key_of(policy);
             let stored = self.states.remove(&key).unwrap_or_else(|| Expiring {
@@ -169,7 +169,7 @@ impl Counts {
                 until: 0,
             });
             states.push(stored.value);
-            places.push(Place {
+            places.push(DecidedKey {
                 key,
                 until: stored.until,
             });
@@ -190,7 +190,7 @@ impl Counts {
 }
 
 /// The key of a state that is being decided on, and its expiry before.
-struct Place {
+struct DecidedKey {
     key: Box<str>,
     until: i64,
 }
@@ -237,7 +237,7 @@ impl<'a> Reader<'a> {
     fn state(&mut self) -> Option<(Box<str>, Expiring<State>)> {
         let key = str::from_utf8(self.key()?).ok()?;
         let until = self.number()?;
-        let kind = Kind::of_letter(key.split(SEPARATOR).nth(1)?)?;
+        let kind = PolicyKind::of_letter(key.split(SEPARATOR).nth(1)?)?;
         let len = self.len()?;
         let value = State::of_numbers(kind, &self.numbers(len)?)?;
         Some((key.into(), Expiring { value, until }))

@@ -39,7 +39,7 @@ pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::Verdicts;
 pub(crate) use duration::micros;
 pub(crate) use key_forms::KeyForms;
-pub(crate) use policy::{Kind, is_name};
+pub(crate) use policy::{PolicyKind, is_name};
 pub(crate) use strategy::{Frees, Snapshot, State, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};

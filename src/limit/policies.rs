@@ -48,9 +48,9 @@ use crate::error::ConfigError;
 ///
 /// Environment variables can hold one policy: one variable each for `name`, `strategy` and `quota`.
 #[derive(Clone)]
-pub struct Policies(Arc<List>);
+pub struct Policies(Arc<SharedPolicies>);
 
-struct List {
+struct SharedPolicies {
     policies: SmallVec<[Policy; 1]>,
     /// Identifies the counts of the list.
     id: u64,
@@ -159,7 +159,7 @@ impl Policies {
 
     /// Combines at least one and at most [`MAX`](Self::MAX) policies with different names.
     pub(crate) fn of(policies: SmallVec<[Policy; 1]>) -> Self {
-        Self(Arc::new(List {
+        Self(Arc::new(SharedPolicies {
             id: hash_of_each(&policies, Policy::id),
             identity: hash_of_each(&policies, |policy| policy.address() as u64),
             lease: Lease::of(&policies),

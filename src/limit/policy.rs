@@ -37,16 +37,16 @@ use crate::error::ConfigError;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 #[derive(Clone)]
-pub struct Policy(Arc<Inner>);
+pub struct Policy(Arc<SharedPolicy>);
 
 /// Default time to live of a slot.
 const SLOT_TTL: Duration = Duration::from_secs(30);
 /// Minimum lease time. A block that lasts less saves few calls.
 const SHORTEST_LEASE: Duration = Duration::from_millis(10);
 
-struct Inner {
+struct SharedPolicy {
     name: Box<str>,
-    kind: Kind,
+    kind: PolicyKind,
     quota: Quota,
     params: Params,
     lease: Option<QuotaLease>,
@@ -82,10 +82,10 @@ impl Policy {
         Self::of_kind(name, strategy.into(), quota)
     }
 
-    pub(crate) fn of_kind(name: &str, kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
+    pub(crate) fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
         check_name(name)?;
         quota.check()?;
-        if kind == Kind::InFlight {
+        if kind == PolicyKind::InFlight {
             in_flight::check(quota)?;
         }
         Ok(Self::with_params(
@@ -130,7 +130,7 @@ impl Policy {
     /// to 1,000,000.
     #[doc(alias("concurrency", "semaphore"))]
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
-        Self::of_kind(name, Kind::InFlight, Quota::per(limit, SLOT_TTL))
+        Self::of_kind(name, PolicyKind::InFlight, Quota::per(limit, SLOT_TTL))
     }
 
     /// Sets the time to live of the slots of requests [in flight](Self::in_flight), from 1 second
@@ -148,7 +148,7 @@ impl Policy {
             )));
         }
         let quota = Quota::per(self.quota().limit(), time);
-        Self::of_kind(self.name(), Kind::InFlight, quota)
+        Self::of_kind(self.name(), PolicyKind::InFlight, quota)
     }
 
     /// Lets a [`Leased`](crate::Leased) store charge blocks of this policy in advance and spend
@@ -241,17 +241,17 @@ impl Policy {
     }
 
     /// Creates a policy of the crate's own, whose quota is certainly valid.
-    pub(crate) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
+    pub(crate) fn known(name: &str, kind: PolicyKind, quota: Quota) -> Self {
         let params =
             Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is valid"));
         Self::with_params(name, kind, quota, params)
     }
 
-    fn with_params(name: &str, kind: Kind, quota: Quota, params: Params) -> Self {
+    fn with_params(name: &str, kind: PolicyKind, quota: Quota, params: Params) -> Self {
         let span = span::of(kind, quota).into_boxed_str();
         let mut hasher = DefaultHasher::new();
         (name, kind.letter(), &span).hash(&mut hasher);
-        Self(Arc::new(Inner {
+        Self(Arc::new(SharedPolicy {
             name: name.into(),
             kind,
             quota,
@@ -272,18 +272,18 @@ impl Policy {
     /// Returns the strategy, or `None` for requests [in flight](Self::in_flight).
     pub fn strategy(&self) -> Option<Strategy> {
         match self.0.kind {
-            Kind::Rate(strategy) => Some(strategy),
-            Kind::InFlight => None,
+            PolicyKind::Rate(strategy) => Some(strategy),
+            PolicyKind::InFlight => None,
         }
     }
 
-    pub(crate) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> PolicyKind {
         self.0.kind
     }
 
     /// Returns `true` if the policy counts requests in flight instead of costs over time.
     pub(crate) fn is_in_flight(&self) -> bool {
-        self.0.kind == Kind::InFlight
+        self.0.kind == PolicyKind::InFlight
     }
 
     /// Returns how the policy's capacity is freed.
@@ -447,7 +447,7 @@ pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
 impl fmt::Debug for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind: &dyn fmt::Debug = match &self.0.kind {
-            Kind::Rate(strategy) => strategy,
+            PolicyKind::Rate(strategy) => strategy,
             kind => kind,
         };
         write!(f, "Policy({} {kind:?} {}", self.name(), self.stated())?;
@@ -476,14 +476,14 @@ impl Eq for Policy {}
 /// The kind of limit of a policy: a rate, or concurrent requests. All differences between the two
 /// start here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Kind {
+pub(crate) enum PolicyKind {
     /// Limits the cost over time.
     Rate(Strategy),
     /// Limits concurrent requests.
     InFlight,
 }
 
-impl Kind {
+impl PolicyKind {
     /// Returns the letter of the kind in Redis keys.
     pub(crate) const fn letter(self) -> &'static str {
         match self {
@@ -520,20 +520,20 @@ impl Kind {
 }
 
 /// The strategy of a policy that names none.
-impl Default for Kind {
+impl Default for PolicyKind {
     fn default() -> Self {
         Self::Rate(Strategy::default())
     }
 }
 
-impl From<Strategy> for Kind {
+impl From<Strategy> for PolicyKind {
     fn from(strategy: Strategy) -> Self {
         Self::Rate(strategy)
     }
 }
 
 /// The text form in a policy's table.
-impl fmt::Display for Kind {
+impl fmt::Display for PolicyKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Rate(strategy) => strategy.fmt(f),
@@ -542,7 +542,7 @@ impl fmt::Display for Kind {
     }
 }
 
-impl FromStr for Kind {
+impl FromStr for PolicyKind {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
@@ -742,7 +742,8 @@ mod tests {
             error.to_string(),
             "policy \"p\" counts by gcra and has no slots: set `slot_ttl` on a `Policy::in_flight` only"
         );
-        let in_flight = |text: &str| Policy::of_kind("p", Kind::InFlight, text.parse().unwrap());
+        let in_flight =
+            |text: &str| Policy::of_kind("p", PolicyKind::InFlight, text.parse().unwrap());
         for (text, part) in [
             ("10/30s burst 20", "a burst is not supported"),
             ("1000001/30s", "the maximum is 1000000"),

@@ -12,14 +12,14 @@
 //! The limit of a window is not part of its span, so that the count continues if the limit changes.
 //! A bucket's level has a meaning only under the bucket's own quota.
 
-use super::{Align, Kind, Quota, Refill, Strategy, duration};
+use super::{Align, PolicyKind, Quota, Refill, Strategy, duration};
 
 const FIRST_HIT: &str = "hit";
 const INTERVAL: &str = ",i";
 
 /// Returns the span of a policy's count; empty for requests in flight.
-pub(super) fn of(kind: Kind, quota: Quota) -> String {
-    let Kind::Rate(strategy) = kind else {
+pub(super) fn of(kind: PolicyKind, quota: Quota) -> String {
+    let PolicyKind::Rate(strategy) = kind else {
         return String::new();
     };
     let period = duration::Text(quota.period());
@@ -49,9 +49,9 @@ fn bucket(quota: Quota) -> String {
 
 /// Parses a span, given the kind's letter in keys. A span does not contain the limit of a window,
 /// so that is 1. `None` if no policy has this span.
-pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
-    let kind = Kind::of_letter(letter)?;
-    let Kind::Rate(strategy) = kind else {
+pub(super) fn read(letter: &str, span: &str) -> Option<(PolicyKind, Quota)> {
+    let kind = PolicyKind::of_letter(letter)?;
+    let PolicyKind::Rate(strategy) = kind else {
         return span.is_empty().then_some((kind, Quota::per_second(1)));
     };
     let (strategy, quota) = match strategy {
@@ -61,7 +61,7 @@ pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
         Strategy::TokenBucket(_) => read_token_bucket(span)?,
         Strategy::LeakyBucket | Strategy::Gcra => (strategy, read_bucket(span)?),
     };
-    let kind = Kind::Rate(strategy);
+    let kind = PolicyKind::Rate(strategy);
     // Reject text that `of` would not write: two spans of one count would be two keys.
     if !quota.is_valid() || of(kind, quota) != span {
         return None;
@@ -175,8 +175,8 @@ mod tests {
             assert_eq!(read(letter, span), None, "{letter}:{span}");
         }
         assert_eq!(
-            read(Kind::InFlight.letter(), ""),
-            Some((Kind::InFlight, Quota::per_second(1)))
+            read(PolicyKind::InFlight.letter(), ""),
+            Some((PolicyKind::InFlight, Quota::per_second(1)))
         );
     }
 }

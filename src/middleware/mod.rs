@@ -8,7 +8,7 @@ pub mod extract;
 #[cfg(feature = "axum")]
 mod handler;
 pub mod headers;
-mod limit;
+mod machine;
 mod networks;
 pub mod rate_limit;
 pub mod reject;

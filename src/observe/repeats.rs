@@ -32,14 +32,14 @@ pub(super) struct Repeats<K, S> {
 struct Minute<K, S> {
     ends_at: Instant,
     /// The subjects of this minute, each with its unreported count. The key of the unlisted subjects is `None`.
-    counts: HashMap<Option<K>, Count<S>>,
+    counts: HashMap<Option<K>, SubjectCount<S>>,
     /// Counts of the previous minute that are not reported yet.
-    due: Vec<Count<S>>,
+    due: Vec<SubjectCount<S>>,
     max: usize,
 }
 
 /// A subject, or `None` for the unlisted subjects, and how often it occurred since its last report.
-pub(super) type Count<S> = (Option<S>, u64);
+pub(super) type SubjectCount<S> = (Option<S>, u64);
 
 impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     pub(super) fn new(max: usize) -> Self {
@@ -58,7 +58,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     }
 
     /// Counts one occurrence. Returns a new subject, to be reported immediately.
-    pub(super) fn record(&self, key: K, subject: impl FnOnce() -> S) -> Option<Count<S>> {
+    pub(super) fn record(&self, key: K, subject: impl FnOnce() -> S) -> Option<SubjectCount<S>> {
         let minute = &mut *lock(&self.minute);
         if minute.counts.is_empty() {
             minute.ends_at = instant() + MINUTE;
@@ -77,7 +77,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     }
 
     /// Returns a few of the counts of minutes that have ended.
-    pub(super) fn take_due(&self) -> SmallVec<[Count<S>; MAX_COUNTS_PER_CALL]> {
+    pub(super) fn take_due(&self) -> SmallVec<[SubjectCount<S>; MAX_COUNTS_PER_CALL]> {
         let due_at = self.due_at.load(Relaxed);
         if due_at == u64::MAX || instant() < self.start + Duration::from_micros(due_at) {
             return SmallVec::new();
@@ -97,7 +97,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     }
 
     /// Returns all counts that were not reported.
-    pub(super) fn take_all(&self) -> Vec<Count<S>> {
+    pub(super) fn take_all(&self) -> Vec<SubjectCount<S>> {
         let minute = &mut *lock(&self.minute);
         let counts = mem::take(&mut minute.counts)
             .into_values()
@@ -118,7 +118,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
 impl<K: Eq + Hash, S: Clone> Minute<K, S> {
     /// If this minute has ended, makes its counts due and begins the next one. Removes and returns
     /// the subjects that did not occur again since their last report.
-    fn roll_over(&mut self, now: Instant) -> Vec<Count<S>> {
+    fn roll_over(&mut self, now: Instant) -> Vec<SubjectCount<S>> {
         if now < self.ends_at {
             return Vec::new();
         }
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     /// Records an occurrence, and returns all reports.
-    fn record(repeats: &Repeats<u32, u32>, key: u32) -> Vec<Count<u32>> {
+    fn record(repeats: &Repeats<u32, u32>, key: u32) -> Vec<SubjectCount<u32>> {
         repeats
             .take_due()
             .into_iter()

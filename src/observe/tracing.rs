@@ -8,7 +8,7 @@ use std::time::Duration;
 use tracing::{Span, error, info, trace, warn};
 
 use super::mistakes::RUNTIME_LATE;
-use super::repeats::{Count, Repeats};
+use super::repeats::{Repeats, SubjectCount};
 use super::{Observer, event};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
@@ -85,14 +85,14 @@ use crate::limit::{Key, Policy};
 #[derive(Clone)]
 #[must_use]
 pub struct TracingObserver {
-    log: Arc<Log>,
+    log: Arc<MinuteLog>,
     reveal_keys: bool,
 }
 
 /// The events that are logged at most once a minute.
-struct Log {
+struct MinuteLog {
     /// Per caller, policy, and whether it is a dry run.
-    denials: Repeats<(Key, u64, bool), Denied>,
+    denials: Repeats<(Key, u64, bool), LoggedDenial>,
     failures: Repeats<ErrorKind, StoreError>,
     late: Repeats<(), ()>,
     /// The longest delay since the last line about the runtime, in microseconds.
@@ -109,7 +109,7 @@ struct Keyless {
 }
 
 #[derive(Clone)]
-struct Denied {
+struct LoggedDenial {
     policy: Policy,
     caller: String,
     dry_run: bool,
@@ -122,7 +122,7 @@ impl TracingObserver {
     /// Creates an observer that shows callers as some digits of a hash.
     pub fn new() -> Self {
         Self {
-            log: Log::new(Self::DEFAULT_CALLERS),
+            log: MinuteLog::new(Self::DEFAULT_CALLERS),
             reveal_keys: false,
         }
     }
@@ -141,7 +141,7 @@ impl TracingObserver {
     /// Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
         Self {
-            log: Log::new(max),
+            log: MinuteLog::new(max),
             ..self
         }
     }
@@ -202,7 +202,7 @@ impl Observer for TracingObserver {
                 },
             );
             span.record(field, outcome.as_str());
-            let subject = || Denied {
+            let subject = || LoggedDenial {
                 policy: policy.clone(),
                 caller: self.display_key(key),
                 dry_run,
@@ -343,7 +343,7 @@ impl Observer for TracingObserver {
     }
 }
 
-impl Log {
+impl MinuteLog {
     fn new(callers: NonZeroUsize) -> Arc<Self> {
         Arc::new(Self {
             denials: Repeats::new(callers.get()),
@@ -373,7 +373,7 @@ impl Log {
         }
     }
 
-    fn log_late(&self, (_, checks): Count<()>) {
+    fn log_late(&self, (_, checks): SubjectCount<()>) {
         let longest = Duration::from_micros(self.longest_delay.swap(0, Relaxed));
         warn!(
             parent: Span::none(),
@@ -385,7 +385,7 @@ impl Log {
     }
 }
 
-impl Drop for Log {
+impl Drop for MinuteLog {
     fn drop(&mut self) {
         self.denials
             .take_all()
@@ -404,9 +404,9 @@ impl Drop for Log {
     }
 }
 
-fn log_denied(span: &Span, (subject, denied): Count<Denied>) {
+fn log_denied(span: &Span, (subject, denied): SubjectCount<LoggedDenial>) {
     match subject {
-        Some(Denied {
+        Some(LoggedDenial {
             policy,
             caller,
             dry_run,
@@ -417,13 +417,13 @@ fn log_denied(span: &Span, (subject, denied): Count<Denied>) {
     }
 }
 
-fn log_failed(span: &Span, (error, failed): Count<StoreError>) {
+fn log_failed(span: &Span, (error, failed): SubjectCount<StoreError>) {
     if let Some(error) = error {
         warn!(parent: span, kind = error.kind().as_str(), error = &error as &dyn StdError, failed, "rate limit checks failed");
     }
 }
 
-fn log_keyless(span: &Span, (subject, requests): Count<Keyless>) {
+fn log_keyless(span: &Span, (subject, requests): SubjectCount<Keyless>) {
     if let Some(Keyless { problem, passed }) = subject {
         info!(parent: span, problem, requests, passed, "requests without a rate-limit key");
     }

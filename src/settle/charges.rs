@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use smallvec::SmallVec;
 
 use crate::background::{OpQueue, PendingOp};
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Charge, Check, Decision};
 use crate::util::{instant, lock};
 
@@ -82,7 +82,7 @@ pub enum Settlement {
 
 /// The amounts counted by the end of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Counted {
+pub(super) struct CountedAmounts {
     /// The cost that the handles have counted, if any.
     pub(super) units: Option<u64>,
     pub(super) bytes: u64,
@@ -100,7 +100,7 @@ impl Settlement {
     }
 
     /// Returns the cost of a request, given the counted amounts.
-    pub(super) fn cost(self, reserved: u32, counted: Counted) -> u32 {
+    pub(super) fn cost(self, reserved: u32, counted: CountedAmounts) -> u32 {
         let units = match self {
             Self::AtEnd => counted.units.unwrap_or(reserved.into()),
             Self::Bytes { per } => counted.bytes.div_ceil(per.get().into()),
@@ -181,7 +181,7 @@ impl RequestCharges {
         drop(state);
         let is_enforced = unsettled.enforced;
         unsettled.settle(
-            |reserved| settlement.cost(reserved, Counted::default()),
+            |reserved| settlement.cost(reserved, CountedAmounts::default()),
             &self.ops,
         );
         if !is_enforced {
@@ -299,7 +299,7 @@ impl RequestCharges {
 
 impl Drop for RequestCharges {
     fn drop(&mut self) {
-        let counted = Counted {
+        let counted = CountedAmounts {
             units: self.counted(),
             bytes: *self.bytes.get_mut(),
         };
@@ -478,7 +478,7 @@ mod tests {
     #[test]
     fn each_rule_determines_the_cost() {
         let per = NonZeroU32::new(1_000).unwrap();
-        let counted = |units, bytes| Counted { units, bytes };
+        let counted = |units, bytes| CountedAmounts { units, bytes };
         for (settlement, counted, at_head, cost) in [
             (Settlement::Keep, counted(Some(3), 9), Some(7), 7),
             (Settlement::Refund, counted(Some(3), 9), Some(0), 0),

@@ -6,7 +6,7 @@ use tokio::sync::oneshot;
 use super::{RequestCharges, ReserveError};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Charge, RateLimited};
 use crate::util::instant;
 

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use super::{RequestCharges, Settlement};
 use crate::background::OpQueue;
 use crate::error::StoreError;
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Charge, Decision, Key, RateLimited};
 use crate::util::instant;
 

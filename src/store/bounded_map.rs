@@ -49,11 +49,11 @@ pub(super) struct BoundedMap<V> {
 #[repr(align(64))]
 struct Place<V> {
     key: Digest,
-    slot: Slot<V>,
+    slot: MapSlot<V>,
 }
 
 #[derive(Debug)]
-pub(super) struct Slot<V> {
+pub(super) struct MapSlot<V> {
     pub(super) value: V,
     pub(super) hold: Hold,
 }
@@ -124,11 +124,11 @@ impl<V: Ranked> BoundedMap<V> {
         self.places.len()
     }
 
-    pub(super) fn get(&self, key: Digest) -> Option<&Slot<V>> {
+    pub(super) fn get(&self, key: Digest) -> Option<&MapSlot<V>> {
         Some(&self.places.get(self.find(key)?)?.slot)
     }
 
-    pub(super) fn get_mut(&mut self, key: Digest) -> Option<&mut Slot<V>> {
+    pub(super) fn get_mut(&mut self, key: Digest) -> Option<&mut MapSlot<V>> {
         self.at(self.find(key)?)
     }
 
@@ -145,7 +145,7 @@ impl<V: Ranked> BoundedMap<V> {
     }
 
     /// Returns the entry at a place.
-    pub(super) fn at(&mut self, place: usize) -> Option<&mut Slot<V>> {
+    pub(super) fn at(&mut self, place: usize) -> Option<&mut MapSlot<V>> {
         Some(&mut self.places.get_mut(place)?.slot)
     }
 
@@ -178,7 +178,7 @@ impl<V: Ranked> BoundedMap<V> {
             return self.remove(key);
         }
         if let Some(slot) = self.get_mut(key) {
-            return Some(std::mem::replace(slot, Slot { value, hold }).value);
+            return Some(std::mem::replace(slot, MapSlot { value, hold }).value);
         }
         let gone = self.make_room(self.places.len() >= self.max, now);
         if self.places.len() == self.places.capacity() {
@@ -190,7 +190,7 @@ impl<V: Ranked> BoundedMap<V> {
             .insert_unique(key.hash(), place, |place| hash_at(&self.places, *place));
         self.places.push(Place {
             key,
-            slot: Slot { value, hold },
+            slot: MapSlot { value, hold },
         });
         gone
     }

@@ -17,12 +17,12 @@ use crate::util::lock;
 /// The requests of this process that wait for capacity in a [`Store`](crate::store::Store), and the charges, refunds and
 /// releases that the process still owes the store, for [`flush`](crate::store::Store::flush). Clones share them.
 #[derive(Clone, Default)]
-pub struct Waiters(Arc<Inner>);
+pub struct Waiters(Arc<SharedWaiters>);
 
 #[derive(Default)]
-struct Inner {
+struct SharedWaiters {
     /// Several may wait for one caller, each under its policies.
-    each: Mutex<HashMap<Key, Vec<Waiter>>>,
+    each: Mutex<HashMap<Key, Vec<ListedWaiter>>>,
     /// Number of them: without waiters there is no search.
     count: AtomicUsize,
     layers: LayerQuotas,
@@ -31,7 +31,7 @@ struct Inner {
 }
 
 /// A request that waits under these policies.
-struct Waiter {
+struct ListedWaiter {
     policies: Policies,
     wake: Arc<Wake>,
 }
@@ -99,7 +99,7 @@ impl Waiters {
     }
 
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {
-        let waiter = Waiter {
+        let waiter = ListedWaiter {
             policies,
             wake: Arc::clone(&wake),
         };
@@ -141,7 +141,7 @@ impl fmt::Debug for Waiters {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let Inner { each, count, .. } = &*self.waiters.0;
+        let SharedWaiters { each, count, .. } = &*self.waiters.0;
         count.fetch_sub(1, Ordering::AcqRel);
         let each = &mut *lock(each);
         if let Some(of_caller) = each.get_mut(&self.key) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::bounded_map::{self, BoundedMap, Hold, Ranked, Slot};
+use super::bounded_map::{self, BoundedMap, Hold, MapSlot, Ranked};
 use super::shards::{Digest, Shards};
 use super::{Answer, Backend, Hooks, Store, Waiters};
 use crate::error::StoreError;
@@ -60,25 +60,25 @@ use crate::util::{Clock, lock};
 /// where the one with the highest usage is usually kept.
 #[derive(Clone)]
 pub struct LocalStore {
-    shared: Arc<Shared>,
+    shared: Arc<SharedCounts>,
 }
 
-struct Shared {
+struct SharedCounts {
     /// All keys of a caller are in one shard: one lock covers all its policies.
-    shards: Shards<Mutex<Shard>>,
+    shards: Shards<Mutex<CountShard>>,
     clock: Clock,
     waiters: Waiters,
 }
 
-struct Shard {
+struct CountShard {
     /// Per caller and policy.
-    states: BoundedMap<Entry>,
+    states: BoundedMap<LocalCount>,
     /// Recorded answers to checks with an id, per caller, id and list of policies.
     answers: BoundedMap<Answered>,
 }
 
 /// The state of one caller under one policy.
-enum Entry {
+enum LocalCount {
     Counted(State),
     /// Counted by another store: at the time `seen`, `remaining` of `capacity` was left there; all
     /// of it at `until`.
@@ -94,7 +94,7 @@ enum Entry {
 /// each other, in microseconds, the one with the least remaining is the newest.
 const MOMENT: i64 = 100_000;
 
-impl Ranked for Entry {
+impl Ranked for LocalCount {
     const OLD_STAYS: bool = true;
 }
 
@@ -133,7 +133,7 @@ fn changes(check: &Check, verdicts: &Verdicts) -> bool {
     }
 }
 
-impl Entry {
+impl LocalCount {
     /// Returns the state to decide on. A counted state is moved out until it is put back or
     /// replaced.
     fn take(&mut self, policy: &Policy, now: i64) -> State {
@@ -198,13 +198,13 @@ impl LocalStore {
         let count = bounded_map::shards((keys / 256).min(64), keys);
         let shards = Shards::new(count, |shards| {
             let max = keys.div_ceil(shards).max(Policies::MAX);
-            Mutex::new(Shard {
+            Mutex::new(CountShard {
                 states: BoundedMap::new(max),
                 answers: BoundedMap::new(max),
             })
         });
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SharedCounts {
                 shards,
                 clock: Clock::new(),
                 waiters: Waiters::default(),
@@ -227,7 +227,7 @@ impl LocalStore {
     }
 
     /// Locks the shard of a caller; also returns the caller's digest.
-    fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, Digest) {
+    fn shard(&self, key: &Key) -> (MutexGuard<'_, CountShard>, Digest) {
         let (shard, caller) = self.shared.shards.of(key);
         (lock(shard), caller)
     }
@@ -296,7 +296,7 @@ impl Hooks for LocalStore {
     }
 }
 
-impl Shard {
+impl CountShard {
     fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
         if let [policy] = check.policies().as_slice() {
             return self.decide_one(check, policy, caller.of_count(policy.id()), now);
@@ -322,12 +322,12 @@ impl Shard {
         }
 
         // Update existing entries first: inserting new ones, and removing fresh ones, may move them.
-        let mut others = SmallVec::<[(&Policy, Slot<Entry>); 2]>::new();
+        let mut others = SmallVec::<[(&Policy, MapSlot<LocalCount>); 2]>::new();
         let decided = states.into_iter().zip(&verdicts.each);
         let found = check.policies().iter().zip(places);
         for ((state, verdict), (policy, place)) in decided.zip(found) {
-            let slot = Slot {
-                value: Entry::Counted(state),
+            let slot = MapSlot {
+                value: LocalCount::Counted(state),
                 hold: hold_of(verdict, policy, now),
             };
             let is_fresh = verdict.reset <= 0;
@@ -336,22 +336,22 @@ impl Shard {
                 _ => others.push((policy, slot)),
             }
         }
-        for (policy, Slot { value, hold }) in others {
+        for (policy, MapSlot { value, hold }) in others {
             let count = caller.of_count(policy.id());
             self.states.put(count, value, hold, now);
         }
         verdicts
     }
 
-    fn state_at(&mut self, place: Option<usize>) -> Option<&mut Slot<Entry>> {
+    fn state_at(&mut self, place: Option<usize>) -> Option<&mut MapSlot<LocalCount>> {
         self.states.at(place?)
     }
 
     /// Decides under one policy: in place, if the caller is counted.
     fn decide_one(&mut self, check: &Check, policy: &Policy, count: Digest, now: i64) -> Verdicts {
         let mut state = match self.states.get_mut(count) {
-            Some(Slot {
-                value: Entry::Counted(state),
+            Some(MapSlot {
+                value: LocalCount::Counted(state),
                 hold,
             }) => {
                 let verdicts = check.decide(slice::from_mut(state), now);
@@ -369,7 +369,8 @@ impl Shard {
         let verdicts = check.decide(slice::from_mut(&mut state), now);
         if changes(check, &verdicts) {
             let hold = hold_of(verdicts.first(), policy, now);
-            self.states.put(count, Entry::Counted(state), hold, now);
+            self.states
+                .put(count, LocalCount::Counted(state), hold, now);
         }
         verdicts
     }
@@ -395,7 +396,7 @@ impl Shard {
             {
                 continue;
             }
-            let followed = Entry::Warmed {
+            let followed = LocalCount::Warmed {
                 remaining: verdict.remaining,
                 capacity: policy.params().capacity,
                 until: now + verdict.reset,
@@ -408,7 +409,7 @@ impl Shard {
 
     /// Returns the answer that this id got before, if any; else decides.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
-        if let Some(Slot { value, hold }) = self.answers.get(answer)
+        if let Some(MapSlot { value, hold }) = self.answers.get(answer)
             && let Some(again) = value.again(check, hold.expires_at(), now)
         {
             return again;

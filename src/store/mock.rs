@@ -42,10 +42,10 @@ use crate::util::lock;
 /// ```
 #[derive(Clone)]
 pub struct MockStore {
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<SharedMock>>,
 }
 
-struct Shared {
+struct SharedMock {
     answer: Arc<Answerer>,
     asked: Vec<Check>,
     last: LastOutcome,
@@ -65,7 +65,7 @@ impl MockStore {
     /// Creates a store that allows every check.
     pub fn new() -> Self {
         Self {
-            shared: Arc::new(Mutex::new(Shared {
+            shared: Arc::new(Mutex::new(SharedMock {
                 answer: Arc::new(allowed),
                 asked: vec![],
                 last: LastOutcome::default(),

@@ -3,7 +3,7 @@
 //! - A [`Queue`] has the waiters of one runtime, caller and list of policies. If the policies refill gradually, they also
 //!   have the same cost. A waiter never changes its queue. The queues are behind one lock, with the turns, and with the
 //!   numbers of waiters, which are [bounded](Bounds). A turn is a granted permit that no waiter has yet.
-//! - A queue exists as long as its [`Task`], which sends checks to the store and answers the waiters. Requests only join and leave.
+//! - A queue exists as long as its [`QueueTask`], which sends checks to the store and answers the waiters. Requests only join and leave.
 //! - An [`Acquire`] is the future of a waiting request. It receives the answer: a permit, a denial or an error.
 //!
 //! A task serves its queue in one of two ways. Both add turns, and each due turn goes to the first waiter:
@@ -56,10 +56,10 @@ use tokio::time::Instant;
 pub(crate) use permit::{Permit, Spent};
 
 use self::queue::{Queue, Waiter};
-use self::task::Task;
+use self::task::QueueTask;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::InFlightTracker;
+use crate::held_slots::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
 use crate::store::{Store, Waiters, op_queue};
@@ -68,7 +68,7 @@ use crate::util::{instant, lock};
 /// The queues of all callers. Clones share the queues.
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
-    shared: Arc<Shared>,
+    shared: Arc<SharedQueues>,
     /// Sends refunds, and charges that need no permit.
     ops: OpQueue,
     /// Tracks the slots of permits under policies of requests in flight. `None` without such policies.
@@ -76,9 +76,9 @@ pub(crate) struct WaitQueues {
     bounds: Bounds,
 }
 
-struct Shared {
+struct SharedQueues {
     /// The store's methods. A waiter can afford the boxed future.
-    send: Box<dyn Fn(Check) -> Reply + Send + Sync>,
+    send: Box<dyn Fn(Check) -> BoxedReply + Send + Sync>,
     observe: Box<Observe>,
     waiters: Option<Waiters>,
     queues: Mutex<Queues>,
@@ -89,7 +89,7 @@ struct Shared {
 /// Makes the store report to an observer, and creates an operation queue that does so too.
 type Observe = dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync;
 
-type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+type BoxedReply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
 #[derive(Default)]
 struct Queues {
@@ -187,7 +187,7 @@ impl WaitQueues {
     /// Creates queues for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
         let (checked, observed) = (store.clone(), store.clone());
-        let shared = Shared {
+        let shared = SharedQueues {
             send: Box::new(move |check| Box::pin(checked.check(check))),
             observe: Box::new(move |observer| {
                 observed.backend().observe(observer);
@@ -290,14 +290,14 @@ impl WaitQueues {
         };
         if is_new {
             // A denied request is checked again, since capacity freed after the denial may not have woken the queue.
-            Task::start(queue_ref);
+            QueueTask::start(queue_ref);
         }
         Ok(acquire)
     }
 }
 
 impl QueueRef {
-    /// Adds a waiter. Returns its number, and whether the queue is new and needs a [`Task`].
+    /// Adds a waiter. Returns its number, and whether the queue is new and needs a [`QueueTask`].
     fn add(&self, waiter: Waiter, denied: Option<Decision>) -> Result<(u64, bool), NoPermit> {
         let WaitQueues { shared, bounds, .. } = &self.queues;
         let queues = &mut *lock(&shared.queues);

@@ -4,7 +4,7 @@ use tokio::time::Instant;
 
 use super::QueueRef;
 use crate::background::PendingOp;
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Charge, Decision, Policies};
 use crate::util::instant;
 

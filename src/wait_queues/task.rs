@@ -17,18 +17,18 @@ use super::queue::{Queue, Waiter, time_for_unit};
 use super::{Answer, NoPermit, QueueRef, Reserves};
 use crate::background::panicked;
 use crate::error::StoreError;
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::store::{Listener, Wake};
 use crate::util::{contain, instant, lock, random};
 
 /// While it exists, so does its queue. If its runtime drops it, the waiters fail.
-pub(super) struct Task {
+pub(super) struct QueueTask {
     queue_ref: QueueRef,
     wake: Arc<Wake>,
     /// Wakes the task when capacity is freed in this process. By turns, that changes nothing.
     _listener: Option<Listener>,
-    pending: FuturesUnordered<Pin<Box<dyn Future<Output = Event> + Send>>>,
+    pending: FuturesUnordered<Pin<Box<dyn Future<Output = QueueEvent> + Send>>>,
     /// Whether a turn is requested for each waiter. Otherwise the queue is served by checks.
     by_turns: bool,
     checks: Checks,
@@ -50,7 +50,7 @@ struct Checks {
     slots: u32,
 }
 
-struct Request {
+struct QueueRequest {
     /// The waiter for which it is sent.
     first: u64,
     /// The last waiter for which it is sent: another one if it takes [up to](Check::up_to) some units.
@@ -61,10 +61,10 @@ struct Request {
 
 /// The part of a step that runs without the lock.
 #[derive(Default)]
-struct Work {
+struct StepWork {
     answers: Vec<(Waiter, Answer)>,
     refunds: Vec<Permit>,
-    requests: Vec<Request>,
+    requests: Vec<QueueRequest>,
 }
 
 /// Waiters of cost 1.
@@ -75,8 +75,8 @@ struct Ones {
     last: u64,
 }
 
-enum Event {
-    Replied(Request, Result<Decision, StoreError>, Option<Slot>),
+enum QueueEvent {
+    Replied(QueueRequest, Result<Decision, StoreError>, Option<Slot>),
     /// The reply to the refund of a turn: the turn, if it was rejected.
     Refunded(Option<Permit>),
 }
@@ -96,7 +96,7 @@ const FAILURE_TTL: Duration = Duration::from_secs(1);
 /// Number of consecutive failures at which all waiters fail.
 const MAX_FAILURES: u32 = 3;
 
-impl Task {
+impl QueueTask {
     /// Starts the task of a new queue. The task is polled once here: if the store replies immediately, callers that poll
     /// only once get their permit.
     pub(super) fn start(queue_ref: QueueRef) {
@@ -169,7 +169,7 @@ impl Task {
     /// Serves and refuses waiters, and sends requests. Returns the time of the next step, which replies and wakes make
     /// earlier, or breaks when it has removed the queue.
     fn step(&mut self, now: Instant) -> ControlFlow<(), Option<Instant>> {
-        let mut work = Work::default();
+        let mut work = StepWork::default();
         let next = {
             let shared = Arc::clone(&self.queue_ref.queues.shared);
             let queues = &mut *lock(&shared.queues);
@@ -205,7 +205,7 @@ impl Task {
     }
 
     /// Adds the part without the lock to `work`. Returns the time of the next check.
-    fn plan(&self, queue: &mut Queue, now: Instant, work: &mut Work) -> Option<Instant> {
+    fn plan(&self, queue: &mut Queue, now: Instant, work: &mut StepWork) -> Option<Instant> {
         for (turn, waiter) in queue.take_due(now) {
             match waiter {
                 Some(waiter) => work.answers.push((waiter, Ok(turn.reopen()))),
@@ -237,7 +237,7 @@ impl Task {
     fn late(
         &self,
         queue: &Queue,
-        requests: &[Request],
+        requests: &[QueueRequest],
         awaits_reply: bool,
         now: Instant,
     ) -> Vec<u64> {
@@ -279,7 +279,7 @@ impl Task {
     }
 
     /// Checks for the first waiters for which there may be capacity, at least for one: a single check if their cost is 1.
-    fn checks(&self, queue: &Queue, now: Instant) -> Vec<Request> {
+    fn checks(&self, queue: &Queue, now: Instant) -> Vec<QueueRequest> {
         let fitting = self.fitting(queue);
         let ones = self.ones(queue);
         if (ones.count as usize) < fitting {
@@ -288,7 +288,7 @@ impl Task {
         let Some(first) = queue.first_without_turn() else {
             return vec![];
         };
-        vec![Request {
+        vec![QueueRequest {
             first,
             last: ones.last,
             sent_at: now,
@@ -338,9 +338,9 @@ impl Task {
     }
 
     /// Takes for the first waiters that need a request.
-    fn take_each(&self, queue: &Queue, most: usize, now: Instant) -> Vec<Request> {
+    fn take_each(&self, queue: &Queue, most: usize, now: Instant) -> Vec<QueueRequest> {
         let waiters = queue.to_request().take(most);
-        let requests = waiters.map(|(number, waiter)| Request {
+        let requests = waiters.map(|(number, waiter)| QueueRequest {
             first: *number,
             last: *number,
             sent_at: now,
@@ -365,7 +365,7 @@ impl Task {
         }
     }
 
-    fn send(&mut self, request: Request) {
+    fn send(&mut self, request: QueueRequest) {
         let queues = &self.queue_ref.queues;
         let mut slot = match &queues.in_flight {
             Some(in_flight) => in_flight.track(&request.check),
@@ -384,7 +384,7 @@ impl Task {
             if let Some(slot) = &mut slot {
                 slot.on_reply(answer.as_ref());
             }
-            Event::Replied(request, answer, slot)
+            QueueEvent::Replied(request, answer, slot)
         }));
     }
 
@@ -405,13 +405,13 @@ impl Task {
             }));
         self.pending.push(Box::pin(async move {
             let is_rejected = timeout_at(due, receiver).await == Ok(Ok(true));
-            Event::Refunded(is_rejected.then_some(turn))
+            QueueEvent::Refunded(is_rejected.then_some(turn))
         }));
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: QueueEvent) {
         match event {
-            Event::Replied(request, answer, slot) => {
+            QueueEvent::Replied(request, answer, slot) => {
                 self.queue_ref
                     .with(|queue| queue.requested.remove(&request.first));
                 match answer {
@@ -419,15 +419,15 @@ impl Task {
                     Err(error) => self.failed(&request, &error),
                 }
             }
-            Event::Refunded(Some(turn)) if turn.due() > instant() => {
+            QueueEvent::Refunded(Some(turn)) if turn.due() > instant() => {
                 self.queue_ref.with(|queue| queue.add_turn(turn));
             }
-            Event::Refunded(_) => {}
+            QueueEvent::Refunded(_) => {}
         }
     }
 
     /// Adds what was granted, or refuses the waiter. Otherwise sets the way in which the queue is served.
-    fn decided(&mut self, request: &Request, decision: &Decision, slot: Option<Slot>) {
+    fn decided(&mut self, request: &QueueRequest, decision: &Decision, slot: Option<Slot>) {
         self.failures = 0;
         self.checks.record_decision(decision);
         match decision.outcome() {
@@ -458,7 +458,7 @@ impl Task {
     }
 
     /// Refuses the waiter of a request, unless an earlier waiter has left it a turn.
-    fn refuse(&self, request: &Request, denied: &Decision) {
+    fn refuse(&self, request: &QueueRequest, denied: &Decision) {
         let refused = self.queue_ref.with(|queue| {
             let first = queue.first_without_turn();
             let has_turn = first.is_none_or(|first| request.first < first);
@@ -473,7 +473,7 @@ impl Task {
     }
 
     /// Adds the turn of a waiter, or several.
-    fn granted(&self, request: &Request, decision: &Decision, mut slot: Option<Slot>) {
+    fn granted(&self, request: &QueueRequest, decision: &Decision, mut slot: Option<Slot>) {
         let now = instant();
         let due = now + decision.due_in().unwrap_or_default();
         let (cost, count) = match request.check.mode() {
@@ -500,7 +500,7 @@ impl Task {
     }
 
     /// Fails the first waiter of a request. After several failures in a row, fails each waiter without a turn.
-    fn failed(&mut self, request: &Request, error: &StoreError) {
+    fn failed(&mut self, request: &QueueRequest, error: &StoreError) {
         // Requests that were sent before the last failure was known count as that failure.
         if self.failures == 0 || request.sent_at >= self.checks.next {
             self.failures += 1;
@@ -528,7 +528,7 @@ impl Task {
     }
 }
 
-impl Work {
+impl StepWork {
     fn is_empty(&self) -> bool {
         self.answers.is_empty() && self.refunds.is_empty() && self.requests.is_empty()
     }
@@ -552,7 +552,7 @@ impl Checks {
     }
 
     /// Delays the next check after a decision that leaves no capacity.
-    fn schedule(&mut self, request: &Request, decision: &Decision, policies: &Policies) {
+    fn schedule(&mut self, request: &QueueRequest, decision: &Decision, policies: &Policies) {
         let wait = if let Some(wait) = decision.retry_after() {
             self.denied_at = Some(request.sent_at);
             wait
@@ -572,7 +572,7 @@ impl Checks {
     }
 }
 
-impl Drop for Task {
+impl Drop for QueueTask {
     fn drop(&mut self) {
         if !self.has_ended {
             let ended = lock(&self.queue_ref.queues.shared.queues)

@@ -16,9 +16,9 @@ use tokio::time::{sleep, timeout};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 use super::queue::{Queue, Waiter};
-use super::{Acquire, Bounds, NoPermit, Permit, QueueId, QueueRef, Reply, WaitQueues};
+use super::{Acquire, Bounds, BoxedReply, NoPermit, Permit, QueueId, QueueRef, WaitQueues};
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::{InFlightTracker, Slot};
+use crate::held_slots::{InFlightTracker, Slot};
 use crate::limit::{
     Charge, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
 };
@@ -147,10 +147,10 @@ fn policies(strategy: Strategy, quota: &str) -> Policies {
 
 /// A store with these answers.
 #[derive(Clone)]
-struct Scripted(Arc<dyn Fn(Check) -> Reply + Send + Sync>);
+struct Scripted(Arc<dyn Fn(Check) -> BoxedReply + Send + Sync>);
 
 impl Scripted {
-    fn new(answer: impl Fn(Check) -> Reply + Send + Sync + 'static) -> Self {
+    fn new(answer: impl Fn(Check) -> BoxedReply + Send + Sync + 'static) -> Self {
         Self(Arc::new(answer))
     }
 
@@ -165,9 +165,9 @@ impl Scripted {
 }
 
 impl Store for Scripted {
-    type Future = Reply;
+    type Future = BoxedReply;
 
-    fn check(&self, check: Check) -> Answer<Reply> {
+    fn check(&self, check: Check) -> Answer<BoxedReply> {
         Answer::pending((self.0)(check))
     }
 }
@@ -543,9 +543,9 @@ struct Slow {
 }
 
 impl Store for Slow {
-    type Future = Reply;
+    type Future = BoxedReply;
 
-    fn check(&self, check: Check) -> Answer<Reply> {
+    fn check(&self, check: Check) -> Answer<BoxedReply> {
         let is_take = matches!(check.mode(), Mode::Take | Mode::TakeAhead);
         self.takes.fetch_add(u32::from(is_take), SeqCst);
         let answer = local(&self.local, check);
@@ -555,7 +555,7 @@ impl Store for Slow {
         }))
     }
 
-    fn backend(&self) -> Backend<'_, Reply> {
+    fn backend(&self) -> Backend<'_, BoxedReply> {
         self.local.backend().of_other_future()
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! | an operation | is owned by | until |
 //! |---|---|---|
-//! | is in flight | [`Sender`]; before the sender has taken it, and between two senders, `Work::new_flights` | its reply, or a panic of the store |
+//! | is in flight | [`Sender`]; before the sender has taken it, and between two senders, `OpWork::new_flights` | its reply, or a panic of the store |
 //! | is in flight for a request | a task on the request's runtime | its reply, or the end of that runtime |
-//! | is queued, since too many are in flight | `Work::queued`, and `Work::renewals` | there is room |
-//! | waits for a retry | `Work::retries` | its time. Then it is queued |
+//! | is queued, since too many are in flight | `OpWork::queued`, and `OpWork::renewals` | there is room |
+//! | waits for a retry | `OpWork::retries` | its time. Then it is queued |
 //!
 //! [`PendingOp::after_reply`] decides whether an operation is retried, or finished by its callback. An operation that has
 //! expired or finds no room is finished without being sent.
@@ -80,7 +80,7 @@ pub(crate) struct WeakOpQueue(Weak<SharedQueue>);
 struct SharedQueue {
     send_check: Box<SendCheck>,
     observer: Option<Arc<dyn Observer>>,
-    work: Mutex<Work>,
+    work: Mutex<OpWork>,
     /// Whether operations or replies are pending. If not, `put` takes no lock before it sends. Written under the lock.
     is_busy: AtomicBool,
     /// Number of operations that a flush waits for.
@@ -95,7 +95,7 @@ struct SharedQueue {
 }
 
 #[derive(Default)]
-struct Work {
+struct OpWork {
     /// Operations without room, except renewals.
     queued: VecDeque<PendingOp>,
     /// Renewals without room.
@@ -450,7 +450,7 @@ pub(crate) fn panicked() -> StoreError {
     StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).check_only()
 }
 
-impl Work {
+impl OpWork {
     fn next_retry(&self) -> Option<Instant> {
         self.retries.first_key_value().map(|((at, _), _)| *at)
     }

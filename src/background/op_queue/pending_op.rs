@@ -12,7 +12,7 @@ use crate::util::instant;
 
 /// An operation for a store, and a callback for its result.
 pub(crate) struct PendingOp {
-    kind: Kind,
+    kind: OpKind,
     callback: CallOnce,
     created_at: Instant,
     retry_count: u32,
@@ -48,7 +48,7 @@ struct CallOnce(Option<Box<Callback>>);
 
 type Callback = dyn FnOnce(Result<Decision, StoreError>) + Send;
 
-enum Kind {
+enum OpKind {
     Check(Check),
     /// A refund of a part of a charge. Its check is built when it is sent, because the amount to
     /// refund shrinks as the charge expires.
@@ -61,10 +61,10 @@ enum Kind {
 impl PendingOp {
     /// Creates an operation that sends this check.
     pub(crate) fn of_check(check: Check) -> Self {
-        Self::new(Kind::Check(check))
+        Self::new(OpKind::Check(check))
     }
 
-    fn new(kind: Kind) -> Self {
+    fn new(kind: OpKind) -> Self {
         Self {
             kind,
             callback: CallOnce(None),
@@ -80,8 +80,8 @@ impl PendingOp {
     pub(super) fn owed_in(mut self, owed: &Arc<AtomicUsize>) -> Self {
         let is_owed = match &self.kind {
             // A take may be refunded after its reply.
-            Kind::Check(check) => !matches!(check.mode(), Mode::Renew | Mode::UpTo),
-            Kind::Refund { .. } => true,
+            OpKind::Check(check) => !matches!(check.mode(), Mode::Renew | Mode::UpTo),
+            OpKind::Refund { .. } => true,
         };
         if is_owed {
             owed.fetch_add(1, Ordering::AcqRel);
@@ -124,21 +124,21 @@ impl PendingOp {
     /// Creates a refund of a part of a charge, as far as that still counts when it is sent.
     pub(crate) fn refund(charge: Charge, part: u32) -> Self {
         let charge = Box::new(charge);
-        Self::new(Kind::Refund { charge, part })
+        Self::new(OpKind::Refund { charge, part })
     }
 
     /// The caller whose counts it changes.
     pub(super) fn key(&self) -> &Key {
         match &self.kind {
-            Kind::Check(check) => check.key(),
-            Kind::Refund { charge, .. } => charge.key(),
+            OpKind::Check(check) => check.key(),
+            OpKind::Refund { charge, .. } => charge.key(),
         }
     }
 
     /// Returns `false` once the charged units no longer count. Always `true` for a refund: after that time, it has no
     /// [`check`](Self::check).
     pub(super) fn still_counts(&self, now: Instant) -> bool {
-        let Kind::Check(check) = &self.kind else {
+        let OpKind::Check(check) = &self.kind else {
             return true;
         };
         let counts_for = check.policies().longest_count();
@@ -178,25 +178,25 @@ impl PendingOp {
 
     /// Returns `true` for the release of a slot.
     pub(super) fn is_release(&self) -> bool {
-        matches!(&self.kind, Kind::Check(check) if check.mode() == Mode::Release)
+        matches!(&self.kind, OpKind::Check(check) if check.mode() == Mode::Release)
     }
 
     /// Returns `true` for the renewal of a slot.
     pub(super) fn is_renewal(&self) -> bool {
-        matches!(&self.kind, Kind::Check(check) if check.mode() == Mode::Renew)
+        matches!(&self.kind, OpKind::Check(check) if check.mode() == Mode::Renew)
     }
 
     /// Returns `true` if its owner sends it again when it is unsent: a renewal at the next tick, a block (`UpTo`) for the
     /// next request, a take by the request that waits for it.
     fn is_never_retried(&self) -> bool {
-        matches!(&self.kind, Kind::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take | Mode::UpTo))
+        matches!(&self.kind, OpKind::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take | Mode::UpTo))
     }
 
     /// Returns the check to send at `now`. `None` if there is nothing left to do.
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         let check = match &self.kind {
-            Kind::Check(check) => check.clone(),
-            Kind::Refund { charge, part } => charge.refund(*part, now)?,
+            OpKind::Check(check) => check.clone(),
+            OpKind::Refund { charge, part } => charge.refund(*part, now)?,
         };
         // A request or a block may wait for a take.
         let is_awaited = matches!(check.mode(), Mode::Take | Mode::UpTo);

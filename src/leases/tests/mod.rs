@@ -5,7 +5,7 @@ mod requests;
 mod stalls;
 
 use super::Leased;
-use super::caller::Caller;
+use super::caller::BusyCaller;
 use crate::store::Store;
 use crate::util::lock;
 
@@ -18,7 +18,7 @@ impl<S: Store> Leased<S> {
 
     /// Units left in all blocks.
     fn left(&self) -> u64 {
-        let left = |caller: &Caller| caller.left();
+        let left = |caller: &BusyCaller| caller.left();
         let shards = self.inner.shards.iter();
         shards
             .map(|shard| lock(shard).values().map(left).sum::<u64>())

@@ -13,23 +13,23 @@ use crate::Leased;
 use crate::check::Verdict;
 use crate::error::{ErrorKind, StoreError};
 use crate::leases::block::Block;
-use crate::leases::caller::{BlockRequest, Caller};
+use crate::leases::caller::{BlockRequest, BusyCaller};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
 use crate::store::{Answer, LocalStore, MockStore, Store};
 use crate::util::instant;
 
-fn next_request(caller: &mut Caller) -> Option<BlockRequest> {
+fn next_request(caller: &mut BusyCaller) -> Option<BlockRequest> {
     caller.next_request(&instant, 1)
 }
 
-fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
+fn spend(caller: &mut BusyCaller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
     caller.add_demand(cost);
     caller.spend(Check::take(ann(), policies, cost), &instant, &mut vec![])
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_quarter_left_requests_the_next() {
-    let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
+    let (policies, mut caller) = (log(), BusyCaller::new(LEASE, instant()));
     caller.add_demand(1);
     let first = next_request(&mut caller).unwrap();
     let decision = LocalStore::default()
@@ -50,9 +50,9 @@ async fn a_quarter_left_requests_the_next() {
 
 #[tokio::test(start_paused = true)]
 async fn a_block_is_for_half_a_lease() {
-    let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
+    let (policies, mut caller) = (log(), BusyCaller::new(LEASE, instant()));
     // Each reply grants nothing and reports a large remaining quota.
-    let request_size = |caller: &mut Caller| {
+    let request_size = |caller: &mut BusyCaller| {
         let request = next_request(caller)?;
         let check = Check::up_to(ann(), &policies, request.size);
         let decision = check.decided(Source::Other("shared"), 0, |_| Verdict::allowed());

@@ -27,14 +27,14 @@ pub struct Decision {
     /// The index of the deciding policy.
     decider: u32,
     source: Source,
-    made: Made,
+    made: MadeBy,
     /// Whether it is a turn that was taken ahead and is due now.
     is_turn: bool,
 }
 
 /// Which store made the decision, and so has the charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Made {
+enum MadeBy {
     /// The store that received the check.
     There,
     /// The fallback of that store, in this process.
@@ -159,7 +159,7 @@ impl Decision {
             verdicts,
             decider,
             source,
-            made: Made::There,
+            made: MadeBy::There,
             is_turn: false,
         }
     }
@@ -397,7 +397,7 @@ impl Decision {
         let waited = self.verdict().wait;
         let verdicts = &mut self.verdicts;
         // A fallback finds its charge by the time at which it was made.
-        if verdicts.at > 0 && self.made == Made::There {
+        if verdicts.at > 0 && self.made == MadeBy::There {
             verdicts.at += waited;
         }
         for verdict in &mut verdicts.each {
@@ -433,8 +433,8 @@ impl Decision {
     /// Returns where it was charged.
     pub(crate) fn charged_at(&self) -> ChargedAt {
         match self.made {
-            Made::There => ChargedAt::Redis(self.verdicts.at),
-            Made::Locally | Made::Unsure => ChargedAt::Local(self.verdicts.at),
+            MadeBy::There => ChargedAt::Redis(self.verdicts.at),
+            MadeBy::Locally | MadeBy::Unsure => ChargedAt::Local(self.verdicts.at),
         }
     }
 
@@ -443,14 +443,18 @@ impl Decision {
     /// charge, it is never refunded.
     pub(crate) fn charged_locally(mut self, at: i64, unsure: bool) -> Self {
         self.verdicts.at = at - self.verdicts.age;
-        self.made = if unsure { Made::Unsure } else { Made::Locally };
+        self.made = if unsure {
+            MadeBy::Unsure
+        } else {
+            MadeBy::Locally
+        };
         self
     }
 
     /// Returns `true` if a fallback made the decision, and the primary store may have run the check
     /// too, or no account of the fallback has the charge.
     pub(crate) fn is_unsure(&self) -> bool {
-        self.made == Made::Unsure
+        self.made == MadeBy::Unsure
     }
 
     /// Returns `true` if it repeats an earlier decision under an id, and has charged nothing.

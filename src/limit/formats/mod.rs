@@ -19,7 +19,7 @@ use serde::ser::Serializer;
 
 pub(crate) use self::redacted::Redacted;
 use crate::error::ConfigError;
-use crate::limit::{Kind, Quota, Strategy, duration};
+use crate::limit::{PolicyKind, Quota, Strategy, duration};
 
 /// A value that is read from text, so that an environment variable can contain it.
 ///
@@ -159,7 +159,7 @@ pub(crate) use {deserialize, text};
 
 text!(Quota, "a quota such as `100/s burst 200`");
 text!(Strategy, "a strategy such as `gcra`");
-text!(Kind, "a strategy such as `gcra`");
+text!(PolicyKind, "a strategy such as `gcra`");
 
 impl Setting for Option<Duration> {
     const EXPECTED: &'static str = Duration::EXPECTED;
@@ -247,9 +247,9 @@ numbers! {
 /// Several settings: a list, or one text with commas.
 #[derive(serde::Serialize)]
 #[serde(transparent)]
-pub(crate) struct List<T>(pub(crate) Vec<T>);
+pub(crate) struct SettingList<T>(pub(crate) Vec<T>);
 
-impl<T: Setting + DeserializeOwned> Setting for List<T> {
+impl<T: Setting + DeserializeOwned> Setting for SettingList<T> {
     const EXPECTED: &'static str = T::LIST;
     const ANY: bool = true;
 

@@ -10,16 +10,16 @@ use serde::ser::{Serialize, Serializer};
 use super::{Field, Redacted, Setting, deserialize, write_duration};
 use crate::error::ConfigError;
 use crate::limit::policy::check_name;
-use crate::limit::{Kind, Policies, Policy, Quota};
+use crate::limit::{Policies, Policy, PolicyKind, Quota};
 
 /// The serialized form of a policy.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename = "Policy", deny_unknown_fields)]
 #[serde(expecting = "a policy such as `{ name = \"api\", quota = \"100/s\" }`")]
-struct Table {
+struct PolicyTable {
     name: String,
     #[serde(default)]
-    strategy: Kind,
+    strategy: PolicyKind,
     quota: Quota,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     leased: Option<Span>,
@@ -37,7 +37,7 @@ fn leased<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Err
 impl Serialize for Policy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let (name, leased) = (self.name().to_owned(), self.lease().map(Span));
-        Table {
+        PolicyTable {
             name,
             strategy: self.kind(),
             quota: self.stated(),
@@ -49,12 +49,12 @@ impl Serialize for Policy {
 
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let Table {
+        let PolicyTable {
             name,
             strategy,
             quota,
             leased,
-        } = Table::deserialize(Redacted(deserializer))?;
+        } = PolicyTable::deserialize(Redacted(deserializer))?;
         check_name(&name).map_err(D::Error::custom)?;
         // The location that a format reports may be that of the whole list.
         let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));

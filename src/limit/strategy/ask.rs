@@ -3,7 +3,7 @@
 use super::algorithm::{Algorithm, Registers};
 use super::{Params, Refill, Snapshot, Strategy, strategies};
 use crate::limit::in_flight::{self, SlotId};
-use crate::limit::{Kind, Policy, PolicyCharge, Verdict};
+use crate::limit::{Policy, PolicyCharge, PolicyKind, Verdict};
 
 /// The operation of a check. All are public, since a [`Store`](crate::store::Store) that decides
 /// itself must distinguish them; [`Counts`](crate::store::Counts) does so for other stores.
@@ -274,21 +274,21 @@ macro_rules! states {
 
         impl State {
             /// Creates the state of a new caller.
-            pub(crate) fn fresh(kind: impl Into<Kind>) -> Self {
+            pub(crate) fn fresh(kind: impl Into<PolicyKind>) -> Self {
                 match kind.into() {
-                    $(Kind::Rate(Strategy::$variant { .. }) => Self::$variant(Default::default()),)*
-                    Kind::InFlight => Self::InFlight(Default::default()),
+                    $(PolicyKind::Rate(Strategy::$variant { .. }) => Self::$variant(Default::default()),)*
+                    PolicyKind::InFlight => Self::InFlight(Default::default()),
                 }
             }
 
             /// Creates a state that continues the counts of another store. Requests in flight start
             /// at none: each instance counts only its own.
-            pub(crate) fn resume(kind: Kind, params: &Params, now: i64, followed: Snapshot) -> Self {
+            pub(crate) fn resume(kind: PolicyKind, params: &Params, now: i64, followed: Snapshot) -> Self {
                 match kind {
-                    $(Kind::Rate(Strategy::$variant { .. }) => {
+                    $(PolicyKind::Rate(Strategy::$variant { .. }) => {
                         Self::$variant(Algorithm::resume(params, now, followed))
                     })*
-                    Kind::InFlight => Self::fresh(kind),
+                    PolicyKind::InFlight => Self::fresh(kind),
                 }
             }
 
@@ -301,12 +301,12 @@ macro_rules! states {
             }
 
             /// Restores a state of this kind: see [`Algorithm::of_numbers`].
-            pub(in crate::limit) fn of_numbers(kind: Kind, numbers: &[i64]) -> Option<Self> {
+            pub(in crate::limit) fn of_numbers(kind: PolicyKind, numbers: &[i64]) -> Option<Self> {
                 match kind {
-                    $(Kind::Rate(Strategy::$variant { .. }) => {
+                    $(PolicyKind::Rate(Strategy::$variant { .. }) => {
                         Algorithm::of_numbers(numbers).map(Self::$variant)
                     })*
-                    Kind::InFlight => in_flight::State::of_numbers(numbers).map(Self::InFlight),
+                    PolicyKind::InFlight => in_flight::State::of_numbers(numbers).map(Self::InFlight),
                 }
             }
 
@@ -333,15 +333,15 @@ strategies!(states);
 
 impl State {
     /// The state of a policy that refills gradually, by its level in ticks at a time. `None` for any other policy.
-    pub(crate) fn of_level(kind: Kind, at: i64, level: i64) -> Option<Self> {
+    pub(crate) fn of_level(kind: PolicyKind, at: i64, level: i64) -> Option<Self> {
         match kind {
-            Kind::Rate(Strategy::TokenBucket(Refill::Greedy)) => {
+            PolicyKind::Rate(Strategy::TokenBucket(Refill::Greedy)) => {
                 Some(Self::TokenBucket(super::TokenBucket::new(at, level)))
             }
-            Kind::Rate(Strategy::LeakyBucket) => {
+            PolicyKind::Rate(Strategy::LeakyBucket) => {
                 Some(Self::LeakyBucket(super::LeakyBucket::new(at, level)))
             }
-            Kind::Rate(Strategy::Gcra) => Some(Self::Gcra(super::Gcra::new(at, level))),
+            PolicyKind::Rate(Strategy::Gcra) => Some(Self::Gcra(super::Gcra::new(at, level))),
             _ => None,
         }
     }

@@ -21,7 +21,7 @@ use std::fmt;
     reason = "a `Box` has a quarter of the size of a `VecDeque`"
 )]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Charges(Option<Box<VecDeque<Entry>>>);
+pub(super) struct Charges(Option<Box<VecDeque<LogEntry>>>);
 
 /// A time, and the running sum of all costs up to it. Sums wrap at 2^40, so only differences are
 /// meaningful.
@@ -29,7 +29,7 @@ pub(super) struct Charges(Option<Box<VecDeque<Entry>>>);
 /// 12 bytes, since a log may be long.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C, packed(4))]
-struct Entry {
+struct LogEntry {
     /// The time in the upper 56 bits, and bits 32 to 39 of the sum in the lower 8.
     upper: i64,
     /// The lower 32 bits of the sum.
@@ -38,7 +38,7 @@ struct Entry {
 
 const WRAP: i64 = 1 << 40;
 
-impl Entry {
+impl LogEntry {
     fn new(time: i64, total: i64) -> Self {
         Self {
             upper: time << 8 | (total >> 32 & 0xff),
@@ -60,7 +60,7 @@ impl Entry {
     }
 }
 
-impl fmt::Debug for Entry {
+impl fmt::Debug for LogEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         (self.time(), self.total()).fmt(f)
     }
@@ -70,7 +70,7 @@ impl Charges {
     /// Creates a queue with one charge.
     pub(super) fn one(time: i64, cost: i64) -> Self {
         Self(Some(Box::new(
-            [Entry::new(0, 0), Entry::new(time, cost)].into(),
+            [LogEntry::new(0, 0), LogEntry::new(time, cost)].into(),
         )))
     }
 
@@ -104,13 +104,13 @@ impl Charges {
         }
         let mut queue = VecDeque::with_capacity(entries.len());
         for [time, sum] in entries {
-            queue.push_back(Entry::new(*time, *sum));
+            queue.push_back(LogEntry::new(*time, *sum));
         }
         Some(Self(Some(Box::new(queue))))
     }
 
     /// Returns the base and at least one charge. `None` if there is no charge.
-    fn queue(&self) -> Option<&VecDeque<Entry>> {
+    fn queue(&self) -> Option<&VecDeque<LogEntry>> {
         self.0.as_deref()
     }
 
@@ -182,7 +182,7 @@ impl Charges {
             if sum > kept_sum {
                 last_kept += 1;
                 kept_sum = sum;
-                queue[last_kept] = Entry::new(charge.time(), origin.total() + sum);
+                queue[last_kept] = LogEntry::new(charge.time(), origin.total() + sum);
             }
         }
         queue.truncate(last_kept + 1);
@@ -215,7 +215,7 @@ impl Charges {
         match &mut self.0 {
             Some(queue) if cost > 0 => {
                 queue.clear();
-                queue.extend([Entry::new(0, 0), Entry::new(time, cost)]);
+                queue.extend([LogEntry::new(0, 0), LogEntry::new(time, cost)]);
                 self.drop_before(0);
             }
             None if cost > 0 => *self = Self::one(time, cost),
@@ -232,7 +232,7 @@ impl Charges {
         };
         match newest {
             Some(newest) if newest.time() == time => {
-                *newest = Entry::new(time, newest.total() + cost);
+                *newest = LogEntry::new(time, newest.total() + cost);
             }
             _ => self.push(time, cost),
         }
@@ -248,7 +248,7 @@ impl Charges {
             queue.reserve_exact(2 + queue.len() / 4);
         }
         let total = queue.back().map_or(0, |charge| charge.total());
-        queue.push_back(Entry::new(time, total + cost));
+        queue.push_back(LogEntry::new(time, total + cost));
     }
 }
 

@@ -1,7 +1,7 @@
 use std::num::NonZeroU32;
 
 use crate::error::ConfigError;
-use crate::limit::{Kind, Quota};
+use crate::limit::{PolicyKind, Quota};
 
 /// A policy as numbers, for both halves. Everything stays below 2^53, so that Lua's doubles are
 /// exact.
@@ -37,7 +37,7 @@ const LONGEST_WAIT: i64 = 86_400_000_000;
 const MAX_TICKS: i64 = 1 << 52;
 
 impl Params {
-    pub(in crate::limit) fn new(kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
+    pub(in crate::limit) fn new(kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
         let (capacity, frees) = (quota.capacity(), kind.frees());
         if capacity != quota.limit() && !frees.has_burst() {
             return Err(ConfigError::new(format!(
@@ -73,7 +73,7 @@ impl Params {
             frees,
         }
         .with_debt();
-        if let Kind::Rate(strategy) = kind {
+        if let PolicyKind::Rate(strategy) = kind {
             strategy.adapt(&mut params, quota)?;
         }
         Ok(params)

@@ -5,7 +5,7 @@ use tower_service::Service;
 
 use super::{BoxError, CallEnding};
 use crate::gate::{Grant, Notifier, Refusal};
-use crate::middleware::limit::{AsIs, Protocol, Serve, sealed};
+use crate::middleware::machine::{AsIs, Protocol, Serve, sealed};
 
 /// Requests `R` of any type, whose refusals are errors.
 pub struct Calls<R, E = AsIs> {

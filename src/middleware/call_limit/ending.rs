@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::BoxError;
-use crate::middleware::limit::AsIs;
+use crate::middleware::machine::AsIs;
 use crate::settle::Settlement;
 
 /// How long a [`CallLimitLayer`](crate::CallLimitLayer) with responses `Res` holds what a call has taken: [`AsIs`] or
@@ -21,10 +21,10 @@ mod sealed {
 ///
 /// [`CallLimitLayer::settle`](crate::CallLimitLayer::settle) makes such layers.
 pub struct UntilAnswer<Res> {
-    rule: Arc<Rule<Res>>,
+    rule: Arc<AnswerRule<Res>>,
 }
 
-type Rule<Res> = dyn Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync;
+type AnswerRule<Res> = dyn Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync;
 
 impl<Res> UntilAnswer<Res> {
     pub(super) fn new(

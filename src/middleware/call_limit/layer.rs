@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::{BoxError, Calls, UntilAnswer};
 use crate::gate::{Gate, Holds, KeyExtractor, PolicySelector};
-use crate::middleware::limit::{AsIs, Config, LimitLayer};
+use crate::middleware::machine::{AsIs, Config, LimitLayer};
 use crate::settle::Settlement;
 use crate::store::Store;
 

@@ -8,7 +8,7 @@ pub use calls::Calls;
 pub use ending::{CallEnding, UntilAnswer};
 pub use layer::CallLimitLayer;
 
-use crate::middleware::limit::{AsIs, Limit, LimitFuture};
+use crate::middleware::machine::{AsIs, Limit, LimitFuture};
 
 /// The service of a [`CallLimitLayer`].
 pub type CallLimit<T, S, K, R, E = AsIs> = Limit<T, S, K, Calls<R, E>>;

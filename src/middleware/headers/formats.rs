@@ -8,17 +8,17 @@ use serde::ser::{Serialize, Serializer};
 
 use super::{Headers, LegacyHeaders};
 use crate::error::ConfigError;
-use crate::limit::formats::{List, Setting, deserialize, text};
+use crate::limit::formats::{Setting, SettingList, deserialize, text};
 
 const DRAFT_11: &str = "draft-11";
 
 /// One name in the list: a legacy style, or `None` for the fields of the draft.
-struct Form(Option<LegacyHeaders>);
+struct StyleName(Option<LegacyHeaders>);
 
-text!(Form, "`draft-11`, `github`, `x-seconds` or `draft-6`");
-deserialize!(List<Form>);
+text!(StyleName, "`draft-11`, `github`, `x-seconds` or `draft-6`");
+deserialize!(SettingList<StyleName>);
 
-impl FromStr for Form {
+impl FromStr for StyleName {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
@@ -36,7 +36,7 @@ impl FromStr for Form {
     }
 }
 
-impl fmt::Display for Form {
+impl fmt::Display for StyleName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             None => f.write_str(DRAFT_11),
@@ -47,9 +47,9 @@ impl fmt::Display for Form {
 
 impl<'de> Deserialize<'de> for Headers {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let List(forms) = List::deserialize(deserializer)?;
+        let SettingList(forms) = SettingList::deserialize(deserializer)?;
         let mut headers = Self::NONE;
-        for Form(form) in forms {
+        for StyleName(form) in forms {
             match (form, headers.legacy) {
                 (None, _) => headers.draft = true,
                 (Some(style), Some(other)) if style != other => {
@@ -66,8 +66,8 @@ impl<'de> Deserialize<'de> for Headers {
 
 impl Serialize for Headers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let draft = self.draft.then_some(Form(None));
-        let legacy = self.legacy.map(|style| Form(Some(style)));
+        let draft = self.draft.then_some(StyleName(None));
+        let legacy = self.legacy.map(|style| StyleName(Some(style)));
         serializer.collect_seq(draft.into_iter().chain(legacy))
     }
 }

@@ -7,11 +7,11 @@ use http::{Request, Response};
 use tower_service::Service;
 
 use super::Ending;
-use super::settle::Rule;
+use super::body_end::HeadRule;
 use crate::gate::{Grant, Notifier, Refusal};
 use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
-use crate::middleware::limit::{AsIs, Protocol, Serve, sealed};
+use crate::middleware::machine::{AsIs, Protocol, Serve, sealed};
 use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge};
 
 /// HTTP requests, whose refusals are responses.
@@ -20,7 +20,7 @@ pub struct Http<R = HttpReject, E = AsIs> {
     pub(super) answer: AnswerSettings,
     /// Settles requests by their responses. `None` if only a request's [`RequestCost`](crate::settle::RequestCost) does, or
     /// nothing.
-    pub(super) rule: Option<Arc<Rule>>,
+    pub(super) rule: Option<Arc<HeadRule>>,
     pub(super) ending: PhantomData<fn() -> E>,
 }
 
@@ -43,7 +43,7 @@ fn is_of_grpc<B>(response: &Response<B>) -> bool {
 /// Settles and annotates a response.
 pub struct Noted {
     answer: AnswerSettings,
-    rule: Option<Arc<Rule>>,
+    rule: Option<Arc<HeadRule>>,
 }
 
 impl<R, E> sealed::Protocol for Http<R, E> {
@@ -187,7 +187,7 @@ impl<R, E> Http<R, E> {
     }
 
     /// Settles requests at their end.
-    pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Http<R, E2> {
+    pub(super) fn with_rule<E2>(self, rule: Option<HeadRule>) -> Http<R, E2> {
         Http {
             reject: self.reject,
             answer: self.answer,
@@ -214,7 +214,10 @@ impl<R, E> Clone for Http<R, E> {
         Self {
             reject: Arc::clone(&self.reject),
             answer: self.answer,
-            rule: self.rule.as_ref().map(|rule| Arc::new(Rule::clone(rule))),
+            rule: self
+                .rule
+                .as_ref()
+                .map(|rule| Arc::new(HeadRule::clone(rule))),
             ending: PhantomData,
         }
     }

@@ -9,7 +9,7 @@ use super::Http;
 use super::deadline::grpc_timeout;
 use crate::gate::{Gate, Holds, KeyExtractor, PolicySelector};
 use crate::middleware::headers::Headers;
-use crate::middleware::limit::{AsIs, Config, LimitLayer};
+use crate::middleware::machine::{AsIs, Config, LimitLayer};
 use crate::middleware::reject::{HttpReject, IsResponse, Rejection};
 use crate::store::Store;
 

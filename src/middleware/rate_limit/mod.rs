@@ -1,15 +1,15 @@
 //! The middleware for HTTP: see [`RateLimitLayer`].
 
+mod body_end;
 mod deadline;
 mod http;
 mod layer;
-mod settle;
 
+pub use body_end::{Ending, TrackedBody, UntilBodyEnd};
 pub use http::Http;
 pub use layer::RateLimitLayer;
-pub use settle::{Ending, TrackedBody, UntilBodyEnd};
 
-pub use crate::middleware::limit::{
+pub use crate::middleware::machine::{
     AsIs, IsClone, IsCost, Limit, LimitFuture, LimitLayer, Protocol, Serve,
 };
 

@@ -58,12 +58,12 @@ use crate::limit::Decision;
 #[doc(alias("429", "Retry-After"))]
 #[derive(Debug, Clone, Default)]
 pub struct HttpReject {
-    denied: Denied,
+    denied: DeniedBody,
 }
 
 /// The body of a denial.
 #[derive(Debug, Clone, Default)]
-enum Denied {
+enum DeniedBody {
     /// A problem whose `detail` reports the quota and the wait.
     #[default]
     Problem,
@@ -77,7 +77,7 @@ impl HttpReject {
     /// Rejects as [above](Self).
     pub const fn new() -> Self {
         Self {
-            denied: Denied::Problem,
+            denied: DeniedBody::Problem,
         }
     }
 
@@ -89,7 +89,7 @@ impl HttpReject {
         // Writing to a `String` never fails.
         let _ = Escaped(&mut escaped).write_str(detail);
         Self {
-            denied: Denied::Detail(escaped),
+            denied: DeniedBody::Detail(escaped),
         }
     }
 
@@ -105,7 +105,7 @@ impl HttpReject {
     #[must_use]
     pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
         Self {
-            denied: Denied::Body(content_type, body.into()),
+            denied: DeniedBody::Body(content_type, body.into()),
         }
     }
 
@@ -164,14 +164,14 @@ impl HttpReject {
 
     fn denied(&self, decision: &Decision, reason: Reason<'_>) -> (HeaderValue, String) {
         let mut body = match &self.denied {
-            Denied::Body(content_type, body) => return (content_type.clone(), body.clone()),
-            Denied::Detail(_) | Denied::Problem => open_problem(
+            DeniedBody::Body(content_type, body) => return (content_type.clone(), body.clone()),
+            DeniedBody::Detail(_) | DeniedBody::Problem => open_problem(
                 "https://iana.org/assignments/http-problem-types#quota-exceeded",
                 reason.status(),
             ),
         };
         match &self.denied {
-            Denied::Detail(detail) => body.push_str(detail),
+            DeniedBody::Detail(detail) => body.push_str(detail),
             // The sentence has no character that JSON would escape.
             _ => drop(reason.write_to(&mut body)),
         }

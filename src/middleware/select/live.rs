@@ -28,15 +28,15 @@ use crate::observe::Observer;
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
-pub struct Live<P>(Arc<Inner<P>>);
+pub struct Live<P>(Arc<SharedLive<P>>);
 
-struct Inner<P> {
-    held: ArcSwap<Held<P>>,
+struct SharedLive<P> {
+    held: ArcSwap<CurrentSelector<P>>,
     /// Kept for the selectors that `replace` stores later.
     observer: OnceLock<Arc<dyn Observer>>,
 }
 
-struct Held<P> {
+struct CurrentSelector<P> {
     selector: P,
     /// Converted once, since a list caches derived values, such as the text of a header field.
     fixed: OnceLock<Option<Policies>>,
@@ -45,19 +45,19 @@ struct Held<P> {
 impl<P> Live<P> {
     /// Creates a value with `selector`, a [`PolicySelector`].
     pub fn new(selector: P) -> Self {
-        Self(Arc::new(Inner {
-            held: ArcSwap::from_pointee(Held::new(selector)),
+        Self(Arc::new(SharedLive {
+            held: ArcSwap::from_pointee(CurrentSelector::new(selector)),
             observer: OnceLock::new(),
         }))
     }
 
     /// Replaces the selector; the next requests use this one.
     pub fn replace(&self, selector: P) {
-        self.0.held.store(Arc::new(Held::new(selector)));
+        self.0.held.store(Arc::new(CurrentSelector::new(selector)));
     }
 }
 
-impl<P> Held<P> {
+impl<P> CurrentSelector<P> {
     const fn new(selector: P) -> Self {
         Self {
             selector,
@@ -68,7 +68,7 @@ impl<P> Held<P> {
 
 impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
-        let Held { selector, fixed } = &**self.0.held.load();
+        let CurrentSelector { selector, fixed } = &**self.0.held.load();
         let fixed = fixed.get_or_init(|| {
             if let Some(observer) = self.0.observer.get() {
                 selector.observe(observer);

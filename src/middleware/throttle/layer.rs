@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tower_layer::Layer;
 
-use super::service::Settings;
+use super::service::ThrottleSettings;
 use super::{Bounded, Throttle, Unbounded};
 use crate::gate::{Notifier, PolicySelector, Selector};
 use crate::limit::Key;
@@ -77,7 +77,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// If `poll_ready` is called outside of a Tokio runtime.
 #[derive(Clone)]
 pub struct ThrottleLayer<W = Unbounded> {
-    settings: Settings,
+    settings: ThrottleSettings,
     waits: PhantomData<W>,
 }
 
@@ -92,7 +92,7 @@ impl ThrottleLayer {
         let wait_queues = WaitQueues::new(store, Bounds::DEFAULT);
         let policies = Selector::new(policies);
         let notifier = Notifier::default();
-        let settings = Settings {
+        let settings = ThrottleSettings {
             wait_queues,
             key,
             policies,

@@ -25,13 +25,13 @@ use crate::wait_queues::{Acquire, NoPermit, Permit, WaitQueues};
 /// time.
 pub struct Throttle<T, W = Unbounded> {
     inner: T,
-    settings: Arc<Settings>,
-    state: State,
+    settings: Arc<ThrottleSettings>,
+    state: Readiness,
     waits: PhantomData<W>,
 }
 
 #[derive(Clone)]
-pub(super) struct Settings {
+pub(super) struct ThrottleSettings {
     pub(super) wait_queues: WaitQueues,
     pub(super) key: Key,
     pub(super) policies: Selector<()>,
@@ -42,7 +42,7 @@ pub(super) struct Settings {
     pub(super) notifier: Notifier,
 }
 
-enum State {
+enum Readiness {
     Idle,
     /// Since this time, if an observer needs it.
     Waiting(Acquire, Option<Instant>),
@@ -62,7 +62,7 @@ const PAUSE: Duration = Duration::from_millis(250);
 const NEVER_ENDS: &str = "a `ThrottleLayer` cannot limit requests in flight: move that policy to a `CallLimitLayer` or \
                           a `RateLimitLayer`";
 
-impl Settings {
+impl ThrottleSettings {
     /// Returns the policies without those of requests in flight, since a throttle does not see
     /// calls end.
     fn policies(&self) -> Option<Policies> {
@@ -76,15 +76,15 @@ impl Settings {
         policies.without_in_flight().cloned()
     }
 
-    fn enqueue(&self) -> State {
+    fn enqueue(&self) -> Readiness {
         let Some(policies) = self.policies() else {
-            return State::Ready(None);
+            return Readiness::Ready(None);
         };
         let since = self.notifier.since();
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
         let take = Check::take(self.key, &policies, 1);
         match self.wait_queues.join(&take, deadline, None) {
-            Ok(turn) => State::Waiting(turn, since),
+            Ok(turn) => Readiness::Waiting(turn, since),
             Err(refusal) => self.refused(refusal, since),
         }
     }
@@ -98,16 +98,16 @@ impl Settings {
         policies.is_some()
     }
 
-    fn granted(&self, permit: Permit, since: Option<Instant>) -> State {
+    fn granted(&self, permit: Permit, since: Option<Instant>) -> Readiness {
         self.notifier
             .answered(&self.key, 1, since, &Ok(permit.decision()), false);
-        State::Ready(Some(permit))
+        Readiness::Ready(Some(permit))
     }
 
-    fn refused(&self, refusal: NoPermit, since: Option<Instant>) -> State {
+    fn refused(&self, refusal: NoPermit, since: Option<Instant>) -> Readiness {
         let is_timed = self.max_wait.is_some();
         let answer = match refusal {
-            NoPermit::Denied(_) if !is_timed => return State::pausing(),
+            NoPermit::Denied(_) if !is_timed => return Readiness::pausing(),
             NoPermit::Denied(decision) => Ok(decision),
             NoPermit::Failed(error) => Err(error),
         };
@@ -115,16 +115,16 @@ impl Settings {
         match answer {
             Ok(denied) => {
                 let until = denied.retry_after().and_then(later);
-                State::Refused(RateLimited::new(denied).into(), until)
+                Readiness::Refused(RateLimited::new(denied).into(), until)
             }
-            Err(_) if self.allow_on_error => State::Ready(None),
-            Err(error) if is_timed => State::Refused(error.into(), later(PAUSE)),
-            Err(_) => State::pausing(),
+            Err(_) if self.allow_on_error => Readiness::Ready(None),
+            Err(error) if is_timed => Readiness::Refused(error.into(), later(PAUSE)),
+            Err(_) => Readiness::pausing(),
         }
     }
 }
 
-impl State {
+impl Readiness {
     fn pausing() -> Self {
         Self::Pausing(Box::pin(sleep(jittered(PAUSE, 1.0..1.2))), runtime())
     }
@@ -156,11 +156,11 @@ fn runtime() -> Option<Id> {
 }
 
 impl<T, W> Throttle<T, W> {
-    pub(super) fn new(inner: T, settings: Arc<Settings>) -> Self {
+    pub(super) fn new(inner: T, settings: Arc<ThrottleSettings>) -> Self {
         Self {
             inner,
             settings,
-            state: State::Idle,
+            state: Readiness::Idle,
             waits: PhantomData,
         }
     }
@@ -188,21 +188,22 @@ impl<T, W> Throttle<T, W> {
         let ready = ready!(self.inner.poll_ready(cx));
         if ready.is_err() {
             // Dropping the state passes on the permit, or leaves the queue.
-            self.state = State::Idle;
+            self.state = Readiness::Idle;
             return Poll::Ready(ready);
         }
         // A refusal stays ready until its end. Then a permit may arrive in time.
         if self.state.is_elsewhere() || self.state.has_expired() {
-            self.state = State::Idle;
+            self.state = Readiness::Idle;
         }
         loop {
             self.state = match &mut self.state {
-                State::Idle => self.settings.enqueue(),
-                State::Waiting(turn, _) => {
+                Readiness::Idle => self.settings.enqueue(),
+                Readiness::Waiting(turn, _) => {
                     let turn = ready!(Pin::new(turn).poll(cx));
                     // Replace the state first: the future must not be polled again, even if an
                     // observer panics.
-                    let State::Waiting(_, since) = mem::replace(&mut self.state, State::Idle)
+                    let Readiness::Waiting(_, since) =
+                        mem::replace(&mut self.state, Readiness::Idle)
                     else {
                         continue;
                     };
@@ -211,11 +212,11 @@ impl<T, W> Throttle<T, W> {
                         Err(refusal) => self.settings.refused(refusal, since),
                     }
                 }
-                State::Pausing(pause, _) => {
+                Readiness::Pausing(pause, _) => {
                     ready!(pause.as_mut().poll(cx));
-                    State::Idle
+                    Readiness::Idle
                 }
-                State::Ready(_) | State::Refused(..) => return Poll::Ready(Ok(())),
+                Readiness::Ready(_) | Readiness::Refused(..) => return Poll::Ready(Ok(())),
             }
         }
     }
@@ -226,14 +227,14 @@ impl<T, W> Throttle<T, W> {
     ///
     /// With a maximum wait, the reason why there is no permit.
     fn use_permit(&mut self) -> Result<(), BoxError> {
-        match mem::replace(&mut self.state, State::Idle) {
-            State::Ready(permit) => drop(permit.map(Permit::spend)),
-            State::Refused(error, until) if !has_passed(until) => return Err(error),
+        match mem::replace(&mut self.state, Readiness::Idle) {
+            Readiness::Ready(permit) => drop(permit.map(Permit::spend)),
+            Readiness::Refused(error, until) if !has_passed(until) => return Err(error),
             // It was ready to fail for longer than the reported wait.
-            State::Refused(..) => {
+            Readiness::Refused(..) => {
                 self.settings.charge();
             }
-            State::Idle | State::Waiting(..) | State::Pausing(..) => {
+            Readiness::Idle | Readiness::Waiting(..) | Readiness::Pausing(..) => {
                 if self.settings.charge() {
                     self.settings.notifier.call_without_ready();
                 }
@@ -301,11 +302,11 @@ impl<T: Clone, W> Clone for Throttle<T, W> {
 impl<T: fmt::Debug, W> fmt::Debug for Throttle<T, W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match self.state {
-            State::Idle => "idle",
-            State::Waiting(..) => "waiting",
-            State::Pausing(..) => "pausing",
-            State::Ready(_) => "ready",
-            State::Refused(..) => "refused",
+            Readiness::Idle => "idle",
+            Readiness::Waiting(..) => "waiting",
+            Readiness::Pausing(..) => "pausing",
+            Readiness::Ready(_) => "ready",
+            Readiness::Refused(..) => "refused",
         };
         f.debug_struct("Throttle")
             .field("inner", &self.inner)

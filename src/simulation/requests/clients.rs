@@ -11,7 +11,7 @@ use super::plan::{Caller, Habit, LONGEST};
 use super::world::{Far, World, WorldState};
 use crate::Limiter;
 use crate::error::StoreError;
-use crate::in_flight::Slot;
+use crate::held_slots::Slot;
 use crate::limit::{Check, Decision};
 use crate::settle::{Reservation, ReserveError};
 use crate::simulation::{pick, verdict};

@@ -25,7 +25,7 @@ use self::world::{Far, Recorder, World, WorldState};
 use super::clocked::Clocked;
 use super::{Outcome, Simulation};
 use crate::Limiter;
-use crate::in_flight::InFlightTracker;
+use crate::held_slots::InFlightTracker;
 use crate::store::Waiters;
 use crate::util::Seed;
 use crate::wait_queues::{Bounds, WaitQueues};

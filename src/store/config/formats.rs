@@ -25,13 +25,13 @@ pub(super) fn write_some_duration<S: Serializer>(
 
 impl<'de> Deserialize<'de> for StoreConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Redacted(deserializer).deserialize_struct("StoreConfig", Self::NAMES, Table)
+        Redacted(deserializer).deserialize_struct("StoreConfig", Self::NAMES, StoreTable)
     }
 }
 
-struct Table;
+struct StoreTable;
 
-impl<'de> Visitor<'de> for Table {
+impl<'de> Visitor<'de> for StoreTable {
     type Value = StoreConfig;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -41,7 +41,7 @@ impl<'de> Visitor<'de> for Table {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StoreConfig, A::Error> {
         let mut config = StoreConfig::default();
         let mut names = vec![];
-        while let Some(Name(name)) = map.next_key()? {
+        while let Some(SettingName(name)) = map.next_key()? {
             if names.contains(&name) {
                 return Err(A::Error::duplicate_field(name));
             }
@@ -53,9 +53,9 @@ impl<'de> Visitor<'de> for Table {
 }
 
 /// The name of a setting. It rejects an unknown one itself, so that the error has the name's line.
-struct Name(&'static str);
+struct SettingName(&'static str);
 
-impl<'de> Deserialize<'de> for Name {
+impl<'de> Deserialize<'de> for SettingName {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_identifier(NameVisitor)
     }
@@ -64,15 +64,15 @@ impl<'de> Deserialize<'de> for Name {
 struct NameVisitor;
 
 impl Visitor<'_> for NameVisitor {
-    type Value = Name;
+    type Value = SettingName;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the name of a setting")
     }
 
-    fn visit_str<E: Error>(self, text: &str) -> Result<Name, E> {
+    fn visit_str<E: Error>(self, text: &str) -> Result<SettingName, E> {
         let name = StoreConfig::NAMES.iter().find(|name| **name == text);
-        name.map(|name| Name(name))
+        name.map(|name| SettingName(name))
             .ok_or_else(|| E::unknown_field(text, StoreConfig::NAMES))
     }
 }

@@ -29,7 +29,7 @@ use crate::limit::{
 pub(super) struct Account {
     pub(super) policies: Policies,
     /// One per policy.
-    counts: SmallVec<[Count; 1]>,
+    counts: SmallVec<[PrimaryCount; 1]>,
     /// The time of the newest charge that is not refundable here: charges until then were sent or
     /// reset, or are of an earlier account.
     sent_until: i64,
@@ -50,7 +50,7 @@ struct BeforeCharge {
 /// The count of the primary store under a policy, in two versions. The primary store lacks the
 /// difference.
 #[derive(Debug)]
-struct Count {
+struct PrimaryCount {
     /// The count before the first grant of the fallback, and the charges that were sent since.
     sent: State,
     /// `sent` with all grants of the fallback.
@@ -68,7 +68,7 @@ pub(super) enum RefundTo {
     Primary,
 }
 
-impl Count {
+impl PrimaryCount {
     fn new(counted: State) -> Self {
         Self {
             sent: counted.clone(),
@@ -98,7 +98,7 @@ impl Account {
             .filter(|(share, _)| !share.is_in_flight());
         let mut counts = SmallVec::new();
         for policy in policies {
-            counts.push(Count::new(match verdicts.next() {
+            counts.push(PrimaryCount::new(match verdicts.next() {
                 Some((share, verdict)) => counted_before(policy, share, verdict, granted, now),
                 // A custom fallback may have decided on other policies than requested.
                 None => State::fresh(policy.kind()),
@@ -124,7 +124,7 @@ impl Account {
     /// Drops all charges, and records a reset.
     pub(super) fn reset(&mut self, now: i64) {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
-            *count = Count::new(State::fresh(policy.kind()));
+            *count = PrimaryCount::new(State::fresh(policy.kind()));
         }
         self.sent_until = now;
         self.lacks_reset = true;

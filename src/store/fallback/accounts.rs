@@ -16,7 +16,7 @@ const SHARDS: usize = 32;
 /// A bounded number of accounts. They also determine which replies of the primary store the fallback
 /// may follow: only replies that include all of its grants.
 pub(super) struct Accounts {
-    shards: Shards<Mutex<Shard>>,
+    shards: Shards<Mutex<AccountShard>>,
     /// Number of accounts.
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
@@ -31,7 +31,7 @@ pub(super) struct Accounts {
 }
 
 #[derive(Default)]
-pub(super) struct Shard {
+pub(super) struct AccountShard {
     /// The accounts of each caller, one for each list of policies.
     accounts: HashMap<Key, SmallVec<[Account; 1]>, RandomState>,
     /// The epoch that began when accounts of the shard were removed last.
@@ -39,10 +39,10 @@ pub(super) struct Shard {
 }
 
 /// A caller, whose shard is locked.
-pub(super) struct Caller<'a> {
+pub(super) struct LockedCaller<'a> {
     key: &'a Key,
     all: &'a Accounts,
-    shard: MutexGuard<'a, Shard>,
+    shard: MutexGuard<'a, AccountShard>,
 }
 
 impl Accounts {
@@ -91,16 +91,16 @@ impl Accounts {
 
     /// Locks the shard of a caller. Until this is dropped, no other thread lets a [`LocalStore`](crate::LocalStore) decide
     /// a check of the caller, or warms it with a reply.
-    pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
+    pub(super) fn caller<'a>(&'a self, key: &'a Key) -> LockedCaller<'a> {
         let shard = lock(self.shards.of(key).0);
-        Caller {
+        LockedCaller {
             key,
             all: self,
             shard,
         }
     }
 
-    pub(super) fn shards(&self) -> impl Iterator<Item = &Mutex<Shard>> {
+    pub(super) fn shards(&self) -> impl Iterator<Item = &Mutex<AccountShard>> {
         self.shards.iter()
     }
 
@@ -108,7 +108,7 @@ impl Accounts {
     /// callers that it has examined.
     pub(super) fn sweep(
         &self,
-        shard: &Mutex<Shard>,
+        shard: &Mutex<AccountShard>,
         now: i64,
         owed: &mut Vec<(u8, Key, Policies)>,
     ) -> usize {
@@ -138,7 +138,7 @@ impl Accounts {
     }
 }
 
-impl Caller<'_> {
+impl LockedCaller<'_> {
     /// Returns `true` if a reply to a check that was sent in this epoch includes all grants in accounts, also those under
     /// another list that shares a policy.
     ///

@@ -20,10 +20,10 @@ use std::time::Duration;
 use pin_project_lite::pin_project;
 
 use super::account::RefundTo;
-use super::accounts::{Accounts, Caller};
+use super::accounts::{Accounts, LockedCaller};
 use super::breaker::{Breaker, Ticket};
 use super::outage::Outage;
-use super::{Settings, recovery};
+use super::{FallbackSettings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policy, Source, Verdict};
@@ -37,7 +37,7 @@ use crate::util::{Clock, Notice, Patient, contain, lock, patient, polled_after_c
 pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
-    pub(super) settings: Arc<Settings>,
+    pub(super) settings: Arc<FallbackSettings>,
     /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
@@ -64,7 +64,7 @@ const MAX_SMALL_SHARES: usize = 100;
 
 /// The permission to send a check to the primary store. Its outcome is reported to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy)]
-struct Admission {
+struct PrimaryPermit {
     epoch: u64,
     ticket: Ticket,
 }
@@ -101,7 +101,7 @@ pin_project! {
             waiting: Patient<P>,
             // `None` after the deadline of a check for a block, which is reported once. The late
             // reply is still returned, since it shows the quota to refund.
-            admission: Option<Admission>,
+            admission: Option<PrimaryPermit>,
             check: Check,
         },
         Fallback {
@@ -116,7 +116,7 @@ pin_project! {
 }
 
 /// The answer, or the next step towards it.
-type Next<P, F> = Answer<Step<<P as Store>::Future, <F as Store>::Future>>;
+type NextStep<P, F> = Answer<Step<<P as Store>::Future, <F as Store>::Future>>;
 
 impl<P: Store, F: Store> Partition<P, F> {
     /// Notifies the observer of an event, which is lost if the observer panics.
@@ -158,12 +158,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Returns `None` if the fallback must decide a check.
-    fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
+    fn admit(self: &Arc<Self>, check: &Check) -> Option<PrimaryPermit> {
         if !self.overtakes(check)
             && let Some(ticket) = self.breaker.admit()
         {
             let epoch = self.accounts.epoch();
-            return Some(Admission { epoch, ticket });
+            return Some(PrimaryPermit { epoch, ticket });
         }
         // If the runtime of the recovery task has shut down, start the task on this one.
         self.attend();
@@ -188,8 +188,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         self: &Arc<Self>,
         check: &Check,
         answer: Result<Decision, StoreError>,
-        admission: Admission,
-    ) -> Next<P, F> {
+        admission: PrimaryPermit,
+    ) -> NextStep<P, F> {
         match &answer {
             Ok(decision) => self.succeeded(check, decision, admission),
             Err(error) => self.failed(check, error, admission),
@@ -205,7 +205,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         self: &Arc<Self>,
         check: &Check,
         notice: Notice,
-        admission: Admission,
+        admission: PrimaryPermit,
         answer: Pin<&mut P::Future>,
     ) -> StoreError {
         let error = if check.is_for_block() {
@@ -222,7 +222,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Handles a check that ends without an outcome. A probe finds an outage, if there is one.
-    fn abandon(self: &Arc<Self>, admission: Admission) {
+    fn abandon(self: &Arc<Self>, admission: PrimaryPermit) {
         self.breaker.learned_nothing(admission.ticket);
         self.abandoned.store(true, Ordering::Release);
         self.attend();
@@ -234,7 +234,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.observe(|observer| observer.runtime_late(&event));
     }
 
-    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, admission: Admission) {
+    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, admission: PrimaryPermit) {
         if decision.source() == Source::Cached {
             // A cached denial is no evidence about the store.
             return self.breaker.learned_nothing(admission.ticket);
@@ -258,7 +258,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: Admission) {
+    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: PrimaryPermit) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         if !shows_failure(error) {
             return self.breaker.learned_nothing(admission.ticket);
@@ -308,7 +308,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
     /// neither charged there afterwards nor ever refunded, but a reset is repeated. A release and a refund may be for the
     /// primary store only.
-    fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> Next<P, F> {
+    fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> NextStep<P, F> {
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
         let mut caller = self.accounts.caller(check.key());
@@ -347,7 +347,12 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Deducts the part of a refund that is in the account, and returns it for the fallback. `None` if only the primary
     /// store can make the refund, or may have made it.
-    fn refund_here(&self, check: &Check, in_doubt: bool, caller: &mut Caller<'_>) -> Option<Check> {
+    fn refund_here(
+        &self,
+        check: &Check,
+        in_doubt: bool,
+        caller: &mut LockedCaller<'_>,
+    ) -> Option<Check> {
         if in_doubt {
             return None;
         }
@@ -413,7 +418,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         check: &Check,
         in_doubt: bool,
         answer: Result<Decision, StoreError>,
-        caller: Option<Caller<'_>>,
+        caller: Option<LockedCaller<'_>>,
     ) -> Result<Decision, StoreError> {
         let now = self.clock.micros();
         let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));

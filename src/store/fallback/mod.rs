@@ -130,7 +130,7 @@ pub struct Fallback<P, F> {
 }
 
 #[derive(Debug, Clone)]
-struct Settings {
+struct FallbackSettings {
     deadline: Duration,
     failures: NonZeroU32,
     share: Share,
@@ -150,7 +150,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// remove a grant from its count, so that more than one burst beyond the policy is granted to a caller in an outage.
     /// The first check [reports](Observer::misconfigured) such a store.
     pub fn new(primary: P, fallback: F) -> Self {
-        let settings = Settings {
+        let settings = FallbackSettings {
             deadline: Self::DEFAULT_DEADLINE,
             failures: Self::DEFAULT_FAILURES,
             share: Share::Fixed(NonZeroU32::MIN),
@@ -208,19 +208,19 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 
     /// Builds a store from the same stores with other settings, a closed breaker and no accounts.
-    fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
+    fn with(self, change: impl FnOnce(&mut FallbackSettings)) -> Self {
         let Partition {
             primary,
             fallback,
             settings,
             ..
         } = &*self.partitions[0];
-        let mut settings = Settings::clone(settings);
+        let mut settings = FallbackSettings::clone(settings);
         change(&mut settings);
         Self::build(primary.clone(), fallback.clone(), settings)
     }
 
-    fn build(primary: P, fallback: F, settings: Settings) -> Self {
+    fn build(primary: P, fallback: F, settings: FallbackSettings) -> Self {
         let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
         let other_fallback = Arc::new(Once::new());
         let small_shares = Arc::default();

@@ -11,7 +11,7 @@ use super::link::Tls;
 use super::servers::{Server, Servers};
 use super::topology::Topology;
 use super::topology::cluster::Cluster;
-use super::worker::{RedisStore, Shared};
+use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
 use crate::limit::is_name;
@@ -353,7 +353,7 @@ impl RedisStoreBuilder {
             &tls,
         )?;
         Ok(RedisStore {
-            inner: Arc::new(Shared::new(topology, settings, observer, now)),
+            inner: Arc::new(SharedStore::new(topology, settings, observer, now)),
         })
     }
 }

@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use super::script::{ANNOUNCE, KeyCall};
-use super::worker::{RedisStore, Shared};
+use super::worker::{RedisStore, SharedStore};
 use crate::error::{ErrorKind, StoreError};
 use crate::store::Instances;
 
@@ -75,7 +75,7 @@ impl RedisStore {
     }
 }
 
-async fn run(inner: Weak<Shared>, alive: Arc<AtomicU32>) {
+async fn run(inner: Weak<SharedStore>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", RandomState::new().hash_one(0));
     let mut recent = RecentCounts([1; COUNTS]);
     loop {
@@ -93,7 +93,7 @@ async fn run(inner: Weak<Shared>, alive: Arc<AtomicU32>) {
 }
 
 /// Announces the instance of this name. Returns the number of live instances.
-async fn announced(inner: &Arc<Shared>, name: &str) -> Result<u32, StoreError> {
+async fn announced(inner: &Arc<SharedStore>, name: &str) -> Result<u32, StoreError> {
     let node = inner.shared_node().await?;
     let call = KeyCall {
         script: &ANNOUNCE,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::script::read_key;
 use super::topology::Node;
-use super::worker::{RedisStore, Shared};
+use super::worker::{RedisStore, SharedStore};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
 
@@ -16,7 +16,7 @@ use crate::limit::{Key, Policy};
 #[derive(Debug)]
 #[must_use = "it queries Redis only when `next` is called"]
 pub struct Scan {
-    inner: Arc<Shared>,
+    inner: Arc<SharedStore>,
     /// The remaining nodes, the current one last. `None` before the first step.
     nodes: Option<Vec<Node>>,
     cursor: u64,

@@ -5,7 +5,7 @@ use std::fmt;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
 
 use super::link::no_tls;
-use super::topology::Kind;
+use super::topology::NamedServers;
 use crate::error::ConfigError;
 
 /// The addresses of Redis: a single server, the master that sentinels report, or a cluster. Created
@@ -44,7 +44,7 @@ use crate::error::ConfigError;
 /// come with a minor version of this crate: `ConnectionInfo` is exempt from its version promise.
 #[derive(Clone)]
 pub struct Servers {
-    kind: Result<Kind, ConfigError>,
+    kind: Result<NamedServers, ConfigError>,
     /// The prefix in the URL.
     prefix: Option<String>,
 }
@@ -75,7 +75,7 @@ impl Servers {
         Self::new(self::sentinel(master, sentinels))
     }
 
-    fn new(kind: Result<Kind, ConfigError>) -> Self {
+    fn new(kind: Result<NamedServers, ConfigError>) -> Self {
         Self { kind, prefix: None }
     }
 
@@ -84,7 +84,7 @@ impl Servers {
         self.prefix.take()
     }
 
-    pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
+    pub(super) fn into_kind(self) -> Result<NamedServers, ConfigError> {
         let mut kind = self.kind?;
         if kind.all().into_iter().any(|server| is_insecure(server)) {
             return Err(insecure());
@@ -120,7 +120,7 @@ impl Servers {
     }
 }
 
-fn kind_of_url(url: &str) -> Result<Kind, ConfigError> {
+fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
     check_ends(url)?;
     let (scheme, rest) = url.split_once("://").unwrap_or_default();
     match cut(scheme, "+") {
@@ -144,7 +144,7 @@ fn kind_of_url(url: &str) -> Result<Kind, ConfigError> {
             } else {
                 check_parameters(url, &["prefix", "protocol"])?;
             }
-            Ok(Kind::Server(Box::new(server)))
+            Ok(NamedServers::Server(Box::new(server)))
         }
     }
 }
@@ -330,7 +330,7 @@ fn read(url: impl AsRef<str>) -> Result<ConnectionInfo, ConfigError> {
 }
 
 /// The master and its sentinels in `user:password@host:port,host:port/name/database?query`.
-fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
+fn sentinel_of_url(scheme: &str, rest: &str) -> Result<NamedServers, ConfigError> {
     let (address, query) = cut(rest, "?");
     let (authority, path) = cut(address, "/");
     let (login, hosts) = split_login(authority)?;
@@ -385,7 +385,7 @@ fn with_port(host: &str) -> String {
 fn sentinel(
     master: &str,
     sentinels: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
-) -> Result<Kind, ConfigError> {
+) -> Result<NamedServers, ConfigError> {
     let sentinels: Vec<_> = sentinels.collect::<Result<_, _>>()?;
     if master.is_empty() {
         return wrong(
@@ -423,7 +423,7 @@ fn sentinel(
     if !is_url {
         master = master.set_addr(first.addr().clone());
     }
-    Ok(Kind::Sentinel {
+    Ok(NamedServers::Sentinel {
         name,
         master: Box::new(master),
         sentinels,
@@ -432,7 +432,7 @@ fn sentinel(
 
 fn cluster(
     nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
-) -> Result<Kind, ConfigError> {
+) -> Result<NamedServers, ConfigError> {
     let nodes: Vec<_> = nodes.collect::<Result<_, _>>()?;
     if nodes.is_empty() {
         return wrong("there is no node: add the URL of at least one node of the cluster");
@@ -443,7 +443,7 @@ fn cluster(
     if nodes.iter().any(has_database) {
         return wrong("a cluster has no database but 0: write none in the URL");
     }
-    Ok(Kind::Cluster(nodes))
+    Ok(NamedServers::Cluster(nodes))
 }
 
 /// One node of a cluster, or one sentinel: a URL as of a single server of [`Servers`], or a
@@ -506,19 +506,19 @@ impl From<&String> for Servers {
 
 impl From<ConnectionInfo> for Servers {
     fn from(server: ConnectionInfo) -> Self {
-        Self::new(Ok(Kind::Server(Box::new(server))))
+        Self::new(Ok(NamedServers::Server(Box::new(server))))
     }
 }
 
 impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nodes = match &self.kind {
-            Ok(Kind::Server(server)) => std::slice::from_ref(&**server),
+            Ok(NamedServers::Server(server)) => std::slice::from_ref(&**server),
             Ok(
-                Kind::Sentinel {
+                NamedServers::Sentinel {
                     sentinels: nodes, ..
                 }
-                | Kind::Cluster(nodes),
+                | NamedServers::Cluster(nodes),
             ) => nodes,
             Err(_) => return f.write_str("unreadable"),
         };
@@ -573,7 +573,7 @@ mod tests {
         ] {
             let servers = Servers::from(url);
             assert_eq!(format!("{servers:?}"), addresses, "{url}");
-            let Ok(Kind::Cluster(nodes)) = servers.into_kind() else {
+            let Ok(NamedServers::Cluster(nodes)) = servers.into_kind() else {
                 panic!("{url}")
             };
             let (user, password) = (
@@ -655,7 +655,8 @@ mod tests {
         assert!(node.into_kind().is_err());
         let master = Servers::sentinel("redis://limiter:6379#ter2@mymaster", ["redis://a:1"]);
         assert!(master.into_kind().is_err());
-        let Ok(Kind::Server(server)) = Servers::from("redis://:hun%23ter2@a").into_kind() else {
+        let Ok(NamedServers::Server(server)) = Servers::from("redis://:hun%23ter2@a").into_kind()
+        else {
             panic!("it is readable");
         };
         assert_eq!(server.redis_settings().password(), Some("hun#ter2"));

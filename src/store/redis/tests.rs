@@ -12,7 +12,7 @@ use futures_util::{StreamExt as _, stream};
 
 use super::RedisStore;
 use crate::limit::{
-    Align, Check, Decision, Key, Kind, Mode, Model, Policies, Policy, Quota, Refill, SlotId,
+    Align, Check, Decision, Key, Mode, Model, Policies, Policy, PolicyKind, Quota, Refill, SlotId,
     Source, State, Strategy, strategies,
 };
 use crate::store::{LocalStore, Store};
@@ -39,17 +39,17 @@ strategies!(agree);
 
 #[tokio::test]
 async fn in_flight() {
-    agree(0, Kind::InFlight).await;
+    agree(0, PolicyKind::InFlight).await;
 }
 
 /// Returns the strategy with random parameters, if it has any, for a quota of this period.
-fn vary(rng: &mut Rng, kind: Kind, period: Duration) -> Kind {
+fn vary(rng: &mut Rng, kind: PolicyKind, period: Duration) -> PolicyKind {
     match kind {
-        Kind::Rate(Strategy::FixedWindow(Align::Clock { .. })) => {
+        PolicyKind::Rate(Strategy::FixedWindow(Align::Clock { .. })) => {
             let offset = Duration::from_micros(rng.u64(..period.as_micros() as u64));
             Strategy::FixedWindow(Align::Clock { offset }).into()
         }
-        Kind::Rate(Strategy::SlidingWindow { .. }) => Strategy::SlidingWindow {
+        PolicyKind::Rate(Strategy::SlidingWindow { .. }) => Strategy::SlidingWindow {
             cells: rng.u16(1..=20),
         }
         .into(),
@@ -58,15 +58,15 @@ fn vary(rng: &mut Rng, kind: Kind, period: Duration) -> Kind {
 }
 
 /// Returns a random strategy, or requests in flight.
-fn any(rng: &mut Rng) -> Kind {
+fn any(rng: &mut Rng) -> PolicyKind {
     nth(rng.usize(..=Strategy::ALL.len()))
 }
 
 /// Returns each strategy in turn, then requests in flight.
-fn nth(i: usize) -> Kind {
+fn nth(i: usize) -> PolicyKind {
     Strategy::ALL
         .get(i % (Strategy::ALL.len() + 1))
-        .map_or(Kind::InFlight, |strategy| (*strategy).into())
+        .map_or(PolicyKind::InFlight, |strategy| (*strategy).into())
 }
 
 #[tokio::test]
@@ -91,13 +91,13 @@ async fn changing_quotas() {
     for kind_of in [nth, |_| Strategy::Gcra.into()] {
         let server = RedisServer::start();
         let mut trace = Trace::new(11, &server);
-        let kinds: Vec<Kind> = (0..CALLERS).map(kind_of).collect();
+        let kinds: Vec<PolicyKind> = (0..CALLERS).map(kind_of).collect();
         let first: Vec<Policy> = kinds
             .iter()
             .map(|kind| policy("changing", *kind, &mut trace.rng))
             .collect();
         for _ in 0..150 {
-            let change = |(first, kind): (&Policy, &Kind)| {
+            let change = |(first, kind): (&Policy, &PolicyKind)| {
                 let quota = Quota::per(
                     trace.rng.u32(1..=2 * first.quota().limit().min(50_000)),
                     first.quota().period(),
@@ -309,7 +309,7 @@ async fn ids_of_a_later_clock_are_forgotten() {
 }
 
 /// Returns policies of one count whose limits differ by less than a tenth. For a bucket, the policies are equal.
-fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
+fn near_policies(kind: PolicyKind, rng: &mut Rng) -> [Policies; 3] {
     let first = policy("near", kind, rng);
     [0, 1, 2].map(|_| {
         let quota = first.quota();
@@ -800,7 +800,7 @@ async fn uncharged_checks_write_nothing() {
     assert!(wrote.is_empty(), "{wrote:#?}");
 }
 
-async fn agree(seed: u64, kind: Kind) {
+async fn agree(seed: u64, kind: PolicyKind) {
     let server = RedisServer::start();
     let mut trace = Trace::new(seed, &server);
     // Callers of one policy share a run of the call.
@@ -825,13 +825,13 @@ fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
 }
 
 /// Quotas of every size: usual ones, and extreme ones.
-fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
+fn policy(name: &str, kind: PolicyKind, rng: &mut Rng) -> Policy {
     let quota = quota(kind, rng);
     policy_of(name, kind, quota, rng)
 }
 
 /// Returns a random quota without a burst.
-fn quota(kind: Kind, rng: &mut Rng) -> Quota {
+fn quota(kind: PolicyKind, rng: &mut Rng) -> Quota {
     const DAY: u64 = 86_400_000_000;
     let (limit, period) = match rng.u8(..10) {
         0 => (3, 1_000_000),
@@ -855,9 +855,9 @@ fn quota(kind: Kind, rng: &mut Rng) -> Quota {
 }
 
 /// Returns a policy of this quota, with a random burst and lease if it may have them.
-fn policy_of(name: &str, kind: Kind, quota: Quota, rng: &mut Rng) -> Policy {
+fn policy_of(name: &str, kind: PolicyKind, quota: Quota, rng: &mut Rng) -> Policy {
     let limit = quota.limit();
-    if kind == Kind::InFlight {
+    if kind == PolicyKind::InFlight {
         let lease = quota
             .period()
             .clamp(Duration::from_secs(1), Duration::from_secs(3_600));

@@ -8,17 +8,17 @@ use serde::ser::{Serialize, Serializer};
 use super::trust::{Trust, Trusted};
 use super::{ClientIp, Forwarding};
 use crate::error::{ConfigError, redacted};
-use crate::limit::formats::{Field, List, Redacted, Setting, deserialize, text};
+use crate::limit::formats::{Field, Redacted, Setting, SettingList, deserialize, text};
 
 const PEER: &str = "peer";
 
 #[derive(Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename = "ClientIp", default, deny_unknown_fields)]
-struct Table {
+struct ClientIpTable {
     #[serde(skip_serializing_if = "Option::is_none")]
     header: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    trust: Option<List<Trusted>>,
+    trust: Option<SettingList<Trusted>>,
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "hops")]
     hops: Option<NonZeroU8>,
     #[serde(
@@ -52,15 +52,15 @@ impl Setting for ClientIp {
     }
 
     fn read_table<'de, D: Deserializer<'de>>(table: D, _: Field<Self>) -> Result<Self, D::Error> {
-        let Table {
+        let ClientIpTable {
             header,
             trust,
             hops,
             ipv6_prefix,
-        } = Table::deserialize(Redacted(table))?;
+        } = ClientIpTable::deserialize(Redacted(table))?;
         let client = match (header, trust, hops) {
             (None, None, None) => Ok(Self::peer()),
-            (Some(header), Some(List(trusted)), None) => Self::header(&header)
+            (Some(header), Some(SettingList(trusted)), None) => Self::header(&header)
                 .trusting(Ok(trusted))
                 .map_err(D::Error::custom),
             (Some(header), None, Some(hops)) => Self::header(&header)
@@ -94,14 +94,14 @@ impl Serialize for ClientIp {
             forwarding,
             ipv6_prefix,
         } = self;
-        let mut table = Table::default();
+        let mut table = ClientIpTable::default();
         if *ipv6_prefix != peer.ipv6_prefix {
             table.ipv6_prefix = Some(Bits(*ipv6_prefix));
         }
         if let Some(Forwarding { header, trust, .. }) = forwarding {
             table.header = Some(header.to_string());
             match trust {
-                Trust::Networks(trusted) => table.trust = Some(List(trusted.clone())),
+                Trust::Networks(trusted) => table.trust = Some(SettingList(trusted.clone())),
                 Trust::Hops(hops) => table.hops = Some(*hops),
             }
         }
@@ -109,7 +109,7 @@ impl Serialize for ClientIp {
     }
 }
 
-deserialize!(List<Trusted>);
+deserialize!(SettingList<Trusted>);
 text!(
     Trusted,
     "a network such as `203.0.113.0/24`, an address, `private`, `loopback`, `link-local`, `shared` or `unix`"

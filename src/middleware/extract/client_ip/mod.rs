@@ -124,12 +124,12 @@ pub struct ClientIp {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Forwarding {
     header: HeaderName,
-    form: Form,
+    form: HeaderForm,
     trust: Trust,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
+enum HeaderForm {
     XForwardedFor,
     Forwarded,
     /// One address.
@@ -182,10 +182,10 @@ impl ClientIp {
 
     fn behind(header: HeaderName, trust: Trust) -> Self {
         let form = match header.as_str() {
-            "x-forwarded-for" => Form::XForwardedFor,
-            "forwarded" => Form::Forwarded,
-            "cloudfront-viewer-address" => Form::SingleWithPort,
-            _ => Form::Single,
+            "x-forwarded-for" => HeaderForm::XForwardedFor,
+            "forwarded" => HeaderForm::Forwarded,
+            "cloudfront-viewer-address" => HeaderForm::SingleWithPort,
+            _ => HeaderForm::Single,
         };
         Self {
             forwarding: Some(Forwarding {
@@ -273,15 +273,15 @@ impl Forwarding {
             _ => peer,
         };
         let client = match self.form {
-            Form::Single => single(node::address),
-            Form::SingleWithPort => single(node::address_with_port),
-            Form::XForwardedFor => self.walk(
+            HeaderForm::Single => single(node::address),
+            HeaderForm::SingleWithPort => single(node::address_with_port),
+            HeaderForm::XForwardedFor => self.walk(
                 peer,
                 lines
                     .rev()
                     .flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::hop)),
             ),
-            Form::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
+            HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
         };
         if is_unknown && client == Peer::Unix && matches!(self.trust, Trust::Hops(_)) {
             UNKNOWN_PROXIES.notice_no_address();

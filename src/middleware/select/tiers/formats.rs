@@ -24,7 +24,7 @@ type Choices<N> = HashMap<N, Option<Policies>>;
 #[derive(serde::Deserialize)]
 #[serde(rename = "Tiers", deny_unknown_fields)]
 #[serde(expecting = "tiers such as `{ default = { name = \"free\", quota = \"60/min\" } }`")]
-struct Table {
+struct TiersTable {
     default: Policies,
     #[serde(default, deserialize_with = "tiers")]
     tiers: Choices<String>,
@@ -140,11 +140,11 @@ fn duplicate<E: Error>(what: &str, shown: &str) -> E {
 
 impl<'de> Deserialize<'de> for Tiers {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let Table {
+        let TiersTable {
             default,
             tiers,
             callers,
-        } = Table::deserialize(Redacted(deserializer))?;
+        } = TiersTable::deserialize(Redacted(deserializer))?;
         let mut named = HashMap::new();
         for (name, policies) in tiers {
             named.insert(name.into(), policies);

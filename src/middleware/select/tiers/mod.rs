@@ -108,7 +108,7 @@ use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
 #[doc(alias = "plan")]
 #[derive(Clone)]
 pub struct Tiers {
-    name: Arc<Name>,
+    name: Arc<TierName>,
     plans: Copies<Plans>,
     callers: Arc<HashMap<Key, Option<Policies>>>,
     networks: Arc<Networks>,
@@ -126,7 +126,7 @@ struct Unknown {
     narrow_reported: AtomicBool,
 }
 
-type Name = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
+type TierName = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
 
 /// The name of a request's plan, for [`Tiers`]: an extension of the request.
 #[derive(Debug, Clone, PartialEq, Eq)]

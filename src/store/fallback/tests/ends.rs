@@ -1,7 +1,7 @@
 //! Slots and waits that must end.
 
 use super::*;
-use crate::in_flight::InFlightTracker;
+use crate::held_slots::InFlightTracker;
 use crate::limit::Mode;
 use crate::limiter::Limiter;
 use crate::util::instant;

@@ -190,16 +190,16 @@ pub(crate) struct Pool<C: Connect> {
 }
 
 /// A checkout that waits for bb8. Counted until its drop.
-struct Waiting<'a>(&'a AtomicUsize);
+struct WaitingCheckout<'a>(&'a AtomicUsize);
 
-impl<'a> Waiting<'a> {
+impl<'a> WaitingCheckout<'a> {
     fn count(all: &'a AtomicUsize) -> Self {
         all.fetch_add(1, Ordering::AcqRel);
         Self(all)
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingCheckout<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -307,7 +307,7 @@ impl<C: Connect> Pool<C> {
                 return Ok(connection);
             }
             // Counted under the lock, so that the next connection that is returned goes to bb8.
-            Waiting::count(&self.waiting)
+            WaitingCheckout::count(&self.waiting)
         };
         // Rare, and boxed so that the future of a worker is small.
         Box::pin(self.get_from_bb8()).await

@@ -36,7 +36,7 @@ mod with {
     use crate::error::{ConfigError, ErrorKind};
 
     /// The type that redis-rs boxes a cause in.
-    type Shared = Arc<dyn std::error::Error + Send + Sync>;
+    type SharedError = Arc<dyn std::error::Error + Send + Sync>;
 
     /// The application's settings. Certificates and keys are in PEM.
     #[derive(Clone, Default)]
@@ -179,7 +179,7 @@ mod with {
 
     /// Returns the kind of a TLS error, or `None` if the error has another cause.
     pub(crate) fn problem(error: &RedisError) -> Option<ErrorKind> {
-        let cause = error.source()?.downcast_ref::<Shared>()?;
+        let cause = error.source()?.downcast_ref::<SharedError>()?;
         let cause = cause.downcast_ref::<io::Error>()?.get_ref()?;
         Some(match cause.downcast_ref::<rustls::Error>()? {
             rustls::Error::InvalidCertificate(problem) => match problem {

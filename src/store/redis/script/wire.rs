@@ -1,6 +1,6 @@
 //! The constants that Rust and Lua share, and the text of the scripts.
 
-use crate::limit::{Frees, Kind, Mode, Policy, strategies};
+use crate::limit::{Frees, Mode, Policy, PolicyKind, strategies};
 
 /// Calls a macro with the constants that both halves share, except the numbers of strategies: modes, problems, the
 /// number of requests in flight as a kind of count, and the mode of a check that only records an id.
@@ -125,10 +125,10 @@ pub(crate) const TAKES: &str = fast!("takes", "takes_failed");
 strategies!(script);
 
 /// The number of a policy's kind of count in an argument.
-pub(crate) const fn kind_number(kind: Kind) -> u8 {
+pub(crate) const fn kind_number(kind: PolicyKind) -> u8 {
     match kind {
-        Kind::Rate(strategy) => strategy.number(),
-        Kind::InFlight => IN_FLIGHT as u8,
+        PolicyKind::Rate(strategy) => strategy.number(),
+        PolicyKind::InFlight => IN_FLIGHT as u8,
     }
 }
 

@@ -1,5 +1,5 @@
 //! Chooses and reaches the server that has a caller's keys: provides the [`Node`] of a partition,
-//! and a [`Pool`] of connections to it.
+//! and a [`NodePool`] of connections to it.
 //!
 //! A single server is one node, and so is the master that sentinels report. A cluster has a node
 //! per master.
@@ -23,7 +23,7 @@ use crate::limit::Key;
 
 /// The servers that the application has named.
 #[derive(Clone)]
-pub(super) enum Kind {
+pub(super) enum NamedServers {
     Server(Box<ConnectionInfo>),
     Sentinel {
         name: String,
@@ -36,7 +36,7 @@ pub(super) enum Kind {
     Cluster(Vec<ConnectionInfo>),
 }
 
-impl Kind {
+impl NamedServers {
     /// Returns all named servers.
     pub(super) fn all(&mut self) -> Vec<&mut ConnectionInfo> {
         match self {
@@ -60,17 +60,17 @@ pub(super) enum Topology {
 }
 
 /// Connections to a node.
-pub(super) type Pool = link::Pool<Route>;
+pub(super) type NodePool = link::Pool<NodeRoute>;
 
 /// Connects to a node.
-pub(super) struct Route {
+pub(super) struct NodeRoute {
     topology: Topology,
     node: Node,
 }
 
 impl Topology {
     pub(super) fn new(
-        mut servers: Kind,
+        mut servers: NamedServers,
         prefix: &str,
         partitions: usize,
         time_to_connect: Duration,
@@ -82,8 +82,8 @@ impl Topology {
         tls.apply(servers.all())?;
         let dialer = || Dialer::new(time_to_connect, tls.server_name());
         Ok(match servers {
-            Kind::Server(server) => Self::Server(Arc::new((*server, dialer()))),
-            Kind::Sentinel {
+            NamedServers::Server(server) => Self::Server(Arc::new((*server, dialer()))),
+            NamedServers::Sentinel {
                 name,
                 master,
                 sentinels,
@@ -95,7 +95,7 @@ impl Topology {
                 dialer(),
                 time_to_connect,
             ))),
-            Kind::Cluster(seeds) => {
+            NamedServers::Cluster(seeds) => {
                 Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions)))
             }
         })
@@ -173,9 +173,9 @@ impl Topology {
     }
 
     /// Creates a pool of at most `max` connections to a node.
-    pub(super) fn pool(&self, node: Node, max: usize, times: Times) -> Pool {
-        Pool::new(
-            Route {
+    pub(super) fn pool(&self, node: Node, max: usize, times: Times) -> NodePool {
+        NodePool::new(
+            NodeRoute {
                 topology: self.clone(),
                 node,
             },
@@ -185,7 +185,7 @@ impl Topology {
     }
 }
 
-impl Connect for Route {
+impl Connect for NodeRoute {
     async fn connect(&self) -> Result<Link, StoreError> {
         let inner = match &self.topology {
             Topology::Server(server) => server.1.dial(&server.0).await?,

@@ -1,7 +1,7 @@
 //! Workers and clusters: queries which node owns which slot, and routes checks that a node rejected because of its
 //! slots. A node that rejects a call has not run it.
 //!
-//! The methods of [`Shared`] that depend on the topology are here, so that queueing and sending a check
+//! The methods of [`SharedStore`] that depend on the topology are here, so that queueing and sending a check
 //! can be read without them.
 
 use std::io;
@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::time::timeout_at;
 
 use super::queues::{Job, Placed, Redirect};
-use super::store::{Shared, runtime};
+use super::store::{SharedStore, runtime};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{STEPS, error_of, not_run};
 use crate::store::redis::script::{KeyCall, MARKER};
@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_millis(30);
 /// The timeout divided by this number is the time after which the next node is queried too, in parallel.
 const QUERIES_PER_TIMEOUT: u32 = 8;
 
-impl Shared {
+impl SharedStore {
     /// Schedules a query of the slots, on this runtime unless another runtime's task has scheduled one.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else {
@@ -256,9 +256,9 @@ impl Shared {
         for mut job in jobs {
             let redirect = job.redirect.get_or_insert_default();
             match after_node_error(redirect, node_error, from, is_of_one_caller) {
-                Next::Node(node) => again.push((Some(node), job)),
-                Next::Wait => again.push((None, job)),
-                Next::Fail => job.fail(not_ready.clone()),
+                NextTry::Node(node) => again.push((Some(node), job)),
+                NextTry::Wait => again.push((None, job)),
+                NextTry::Fail => job.fail(not_ready.clone()),
             }
         }
         again
@@ -283,7 +283,7 @@ impl Shared {
 }
 
 /// The next step of a rejected check.
-enum Next {
+enum NextTry {
     /// It is sent to this node.
     Node(Node),
     /// It waits until all its keys are on one node.
@@ -298,28 +298,28 @@ fn after_node_error(
     node_error: NodeError,
     from: Node,
     is_of_one_caller: bool,
-) -> Next {
+) -> NextTry {
     redirect.importing_node = None;
     redirect.hops += 1;
     match node_error {
-        NodeError::NotReady | NodeError::Other => Next::Fail,
-        NodeError::Moved { .. } | NodeError::Ask(_) if redirect.hops > MAX_HOPS => Next::Fail,
-        NodeError::Moved { node, .. } => Next::Node(node),
+        NodeError::NotReady | NodeError::Other => NextTry::Fail,
+        NodeError::Moved { .. } | NodeError::Ask(_) if redirect.hops > MAX_HOPS => NextTry::Fail,
+        NodeError::Moved { node, .. } => NextTry::Node(node),
         // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis 6.2 also
         // sends a redirect if only some keys of the call have migrated, and the importing node would start an empty
         // count for a caller that has not.
-        NodeError::Ask(_) | NodeError::TryAgain if !is_of_one_caller => Next::Node(from),
+        NodeError::Ask(_) | NodeError::TryAgain if !is_of_one_caller => NextTry::Node(from),
         NodeError::Ask(node) => {
             redirect.importing_node = Some(node);
-            Next::Node(node)
+            NextTry::Node(node)
         }
         NodeError::TryAgain => {
             redirect.hops = 0;
             let since = *redirect.split_since.get_or_insert_with(instant);
             if since.elapsed() < PATIENCE {
-                Next::Wait
+                NextTry::Wait
             } else {
-                Next::Fail
+                NextTry::Fail
             }
         }
     }

@@ -21,7 +21,7 @@ use crate::util::Clock;
 
 pub(super) struct DenialCache {
     /// A hit needs a read lock only: most floods are on one key, and their checks read concurrently.
-    shards: Shards<RwLock<Shard>>,
+    shards: Shards<RwLock<DenialShard>>,
     clock: Clock,
     /// Number of callers in the cache. While it is 0, checks read no shard.
     caller_count: AtomicUsize,
@@ -30,15 +30,15 @@ pub(super) struct DenialCache {
 }
 
 #[derive(Debug)]
-struct Shard {
-    callers: BoundedMap<Caller>,
+struct DenialShard {
+    callers: BoundedMap<DeniedCaller>,
     /// Time of the last refund or reset of the callers with the same [`slot`](freed_slot). A check that was queued before
     /// that may report an outdated denial.
     freed_at: [i64; FREED],
 }
 
 #[derive(Debug)]
-struct Caller {
+struct DeniedCaller {
     /// One for each list of policies, at most [`MAX_LISTS`], oldest first.
     lists: SmallVec<[DeniedList; 1]>,
     /// Number of checks answered, at most [`MAX_HITS`]. Reduced by one each time that the caller is a candidate for
@@ -82,7 +82,7 @@ impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
     pub(super) fn new(max: usize) -> Self {
         let shard = |shards| {
-            RwLock::new(Shard {
+            RwLock::new(DenialShard {
                 callers: BoundedMap::new(max.div_ceil(shards)),
                 freed_at: [i64::MIN; FREED],
             })
@@ -140,7 +140,7 @@ impl DenialCache {
     }
 
     /// Calls `change` with the locked shard that has this caller, then updates `caller_count`.
-    fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
+    fn change(&self, key: &Key, change: impl FnOnce(&mut DenialShard, Digest, i64)) {
         let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
         let before = shard.callers.len();
@@ -158,14 +158,15 @@ fn freed_slot(caller: Digest) -> usize {
     caller.hash() as usize % FREED
 }
 
-impl Shard {
+impl DenialShard {
     fn remember(&mut self, caller: Digest, policies: &Policies, denial: Denial, now: i64) {
         let hold = Hold::new(0, denial.expires_at);
         let policies = policies.as_slice();
         let Some(slot) = self.callers.get_mut(caller) else {
             let lists = smallvec![DeniedList::new(policies, denial)];
             let hits = AtomicU8::new(0);
-            self.callers.put(caller, Caller { lists, hits }, hold, now);
+            self.callers
+                .put(caller, DeniedCaller { lists, hits }, hold, now);
             return;
         };
         slot.hold = slot.hold.max(hold);
@@ -191,7 +192,7 @@ impl Shard {
     }
 }
 
-impl Caller {
+impl DeniedCaller {
     fn hit(&self) {
         let hits = self.hits.load(Relaxed);
         if hits < MAX_HITS {
@@ -202,7 +203,7 @@ impl Caller {
 
 /// Evicts the caller with the fewest hits. Among equals the newcomer is evicted; otherwise callers in rotation, if too
 /// many to fit, would evict each other before any hit.
-impl Ranked for Caller {
+impl Ranked for DeniedCaller {
     const OLD_STAYS: bool = true;
 
     fn rank(&self, _hold: Hold) -> Hold {

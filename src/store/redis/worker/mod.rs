@@ -24,4 +24,4 @@ mod tests;
 pub use queues::RedisFuture;
 pub use store::RedisStore;
 
-pub(super) use store::Shared;
+pub(super) use store::SharedStore;

@@ -18,11 +18,11 @@ use tokio::time::Instant;
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Frees, Key, Mode};
-use crate::store::redis::topology::{Node, Pool};
+use crate::store::redis::topology::{Node, NodePool};
 use crate::util::{RandomState, instant, polled_after_completion};
 
 #[derive(Default)]
-pub(super) struct Queues {
+pub(super) struct NodeQueues {
     /// Usually one: a linear search is fastest.
     pub(super) each: Vec<NodeQueue>,
     /// Number of queues created so far, which numbers the next one.
@@ -35,8 +35,8 @@ pub(super) struct NodeQueue {
     /// queue still end.
     pub(super) number: NonZeroU64,
     pub(super) runtime: Id,
-    pub(super) target: Option<Target>,
-    pub(super) jobs: Queue<Job>,
+    pub(super) target: Option<NodeTarget>,
+    pub(super) jobs: JobQueue<Job>,
     /// The callers with a [give-back](Check::holds_back_later) in the batch of a worker. Their other checks wait for its
     /// reply, since another connection might overtake it.
     giving_back: HashSet<Key, RandomState>,
@@ -52,9 +52,9 @@ pub(super) struct NodeQueue {
 
 /// A node and its connections.
 #[derive(Clone)]
-pub(super) struct Target {
+pub(super) struct NodeTarget {
     pub(super) node: Node,
-    pub(super) pool: Arc<Pool>,
+    pub(super) pool: Arc<NodePool>,
 }
 
 impl NodeQueue {
@@ -62,8 +62,8 @@ impl NodeQueue {
     pub(super) fn new(
         number: NonZeroU64,
         runtime: Id,
-        target: Option<Target>,
-        jobs: Queue<Job>,
+        target: Option<NodeTarget>,
+        jobs: JobQueue<Job>,
         _store: oneshot::Sender<Infallible>,
     ) -> Self {
         Self {
@@ -79,7 +79,7 @@ impl NodeQueue {
         }
     }
 
-    /// Moves checks to the batch of a worker, like [`Queue::take`]. Also returns `None` if only
+    /// Moves checks to the batch of a worker, like [`JobQueue::take`]. Also returns `None` if only
     /// [patient](Check::is_patient) checks are queued, soon after the last ones were sent. `callers` has the
     /// callers that the worker's last batch has held back, and afterwards the callers of this batch.
     pub(super) fn take(
@@ -221,10 +221,10 @@ pub(super) struct WorkerStart {
     pub(super) queue_number: NonZeroU64,
     /// The task of an ended worker.
     pub(super) task: Option<oneshot::Sender<Worker>>,
-    pub(super) target: Option<Target>,
+    pub(super) target: Option<NodeTarget>,
 }
 
-impl Queues {
+impl NodeQueues {
     /// Returns `true` if the job is in its first queue, so that no worker has taken it.
     pub(super) fn have(&self, id: JobId) -> bool {
         for queue in &self.each {
@@ -269,7 +269,7 @@ impl Queues {
 /// Each method is one step under the lock of the owner. A worker that finds the queue empty is subtracted in that step,
 /// so the next push requests a new worker. No job waits for a worker that has ended.
 #[derive(Debug)]
-pub(super) struct Queue<J> {
+pub(super) struct JobQueue<J> {
     jobs: VecDeque<J>,
     /// Jobs that a worker has put back, because another worker's batch holds them back. That worker takes them when its
     /// batch has ended.
@@ -289,7 +289,7 @@ pub(super) struct Queue<J> {
 #[derive(Debug)]
 pub(super) struct Full;
 
-impl<J> Queue<J> {
+impl<J> JobQueue<J> {
     pub(super) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
         Self {
             jobs: VecDeque::new(),
@@ -644,7 +644,7 @@ mod tests {
     }
 
     struct Model {
-        queue: Mutex<Queue<usize>>,
+        queue: Mutex<JobQueue<usize>>,
         /// Number of answers to each job.
         answers: [AtomicUsize; JOBS],
     }
@@ -652,7 +652,7 @@ mod tests {
     impl Model {
         fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Arc<Self> {
             Arc::new(Self {
-                queue: Mutex::new(Queue::new(max_jobs, max_workers, backlog)),
+                queue: Mutex::new(JobQueue::new(max_jobs, max_workers, backlog)),
                 answers: Default::default(),
             })
         }
@@ -743,7 +743,7 @@ mod tests {
 
     #[test]
     fn a_batch_is_bounded_by_weight() {
-        let mut queue = Queue::new(10, 1, 0);
+        let mut queue = JobQueue::new(10, 1, 0);
         [3, 1, 1, 5, 9, 2]
             .into_iter()
             .for_each(|weight| drop(queue.push(weight)));
@@ -761,17 +761,17 @@ mod tests {
 
     #[test]
     fn another_worker_starts_only_for_a_backlog() {
-        let mut queue = Queue::new(10, 2, 2);
+        let mut queue = JobQueue::new(10, 2, 2);
         let starts: Vec<bool> = (0..5).map(|job| queue.push(job).unwrap()).collect();
         assert_eq!(starts, [true, false, true, false, false]);
-        let mut queue = Queue::new(10, 2, 0);
+        let mut queue = JobQueue::new(10, 2, 0);
         let starts: Vec<bool> = (0..3).map(|job| queue.push(job).unwrap()).collect();
         assert_eq!(starts, [true, true, false]);
     }
 
     #[test]
     fn held_jobs_come_first_when_they_are_free() {
-        let mut queue = Queue::new(4, 2, 0);
+        let mut queue = JobQueue::new(4, 2, 0);
         [1, 2, 3, 1]
             .into_iter()
             .for_each(|job| drop(queue.push(job)));

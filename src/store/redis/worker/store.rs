@@ -18,8 +18,8 @@ use tokio::time::{Instant, sleep_until};
 
 use super::denials::DenialCache;
 use super::queues::{
-    Full, Job, JobId, NodeQueue, Placed, Queue, Queues, RedisFuture, Sending, Target, WorkerStart,
-    no_runtime,
+    Full, Job, JobId, JobQueue, NodeQueue, NodeQueues, NodeTarget, Placed, RedisFuture, Sending,
+    WorkerStart, no_runtime,
 };
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
@@ -30,7 +30,7 @@ use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
 use crate::store::redis::link::{Times, error_of};
 use crate::store::redis::script::Call;
-use crate::store::redis::topology::{Node, Pool, Topology};
+use crate::store::redis::topology::{Node, NodePool, Topology};
 use crate::store::{Answer, Backend, Health, Hooks, Store, Waiters, Withdraw, probe};
 use crate::util::{contain, instant, lock};
 
@@ -119,7 +119,7 @@ use crate::util::{contain, instant, lock};
 /// ```
 #[derive(Clone, Debug)]
 pub struct RedisStore {
-    pub(in crate::store::redis) inner: Arc<Shared>,
+    pub(in crate::store::redis) inner: Arc<SharedStore>,
 }
 
 impl Store for RedisStore {
@@ -180,7 +180,7 @@ impl Withdraw<RedisFuture> for RedisStore {
     }
 }
 
-pub(crate) struct Shared {
+pub(crate) struct SharedStore {
     pub(crate) topology: Topology,
     pub(crate) settings: RedisSettings,
     pub(super) denials: DenialCache,
@@ -189,7 +189,7 @@ pub(crate) struct Shared {
     pub(super) now: Arc<AtomicI64>,
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
-    queues: Mutex<Queues>,
+    queues: Mutex<NodeQueues>,
     last: LastOutcome,
     pub(crate) waiters: Waiters,
 }
@@ -197,7 +197,7 @@ pub(crate) struct Shared {
 /// Number of keys that a step of a scan examines. It blocks Redis for about half a millisecond.
 const SCAN_STEP: usize = 1_000;
 
-impl Shared {
+impl SharedStore {
     /// Minimum interval between two reports of a missing right.
     const REPORT: Duration = Duration::from_secs(60);
 
@@ -220,7 +220,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
+    pub(super) fn queues(&self) -> MutexGuard<'_, NodeQueues> {
         lock(&self.queues)
     }
 
@@ -274,12 +274,12 @@ impl Shared {
             0
         };
         let workers = connections.get();
-        let target = node.map(|node| Target {
+        let target = node.map(|node| NodeTarget {
             node,
             pool: self.topology.pool(node, workers, times).into(),
         });
         let max_workers = if target.is_some() { workers } else { 1 };
-        let jobs = Queue::new(max_queued.get(), max_workers, backlog);
+        let jobs = JobQueue::new(max_queued.get(), max_workers, backlog);
         let watch = Watch {
             inner: Arc::downgrade(self),
             queue_number: number,
@@ -461,7 +461,7 @@ impl Shared {
     }
 
     /// Returns the connections to a node on this runtime.
-    fn pool(self: &Arc<Self>, node: Node) -> Result<Arc<Pool>, StoreError> {
+    fn pool(self: &Arc<Self>, node: Node) -> Result<Arc<NodePool>, StoreError> {
         match self.with_queue(&runtime()?, Some(node), |queue| queue.target.clone()) {
             Some(target) => Ok(target.pool),
             None => Err(StoreError::new(ErrorKind::NotReady)),
@@ -585,7 +585,7 @@ impl Shared {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SharedStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore")
             .field("settings", &self.settings)
@@ -596,7 +596,7 @@ impl fmt::Debug for Shared {
 /// A task that ends with the store. If its runtime shuts down first, its drop removes the queue and fails the queued
 /// checks.
 struct Watch {
-    inner: Weak<Shared>,
+    inner: Weak<SharedStore>,
     queue_number: NonZeroU64,
     store: oneshot::Receiver<Infallible>,
 }

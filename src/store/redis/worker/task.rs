@@ -11,15 +11,15 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep};
 
-use super::queues::{Job, Target, no_runtime};
-use super::store::{Shared, runtime_is_ending};
+use super::queues::{Job, NodeTarget, no_runtime};
+use super::store::{SharedStore, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Key;
 use crate::observe::event;
 use crate::store::redis::link::{Replies, error_of};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
-use crate::store::redis::topology::{Node, Pool, Topology};
+use crate::store::redis::topology::{Node, NodePool, Topology};
 use crate::util::{contain, instant, yield_to_others};
 
 /// Maximum number of times that a worker yields to let more checks arrive.
@@ -29,7 +29,7 @@ const PAUSE: Duration = Duration::from_millis(3);
 
 /// Sends the checks of a queue until the queue is empty. A task runs one worker after another.
 pub(super) struct Worker {
-    inner: Arc<Shared>,
+    inner: Arc<SharedStore>,
     queue_number: NonZeroU64,
     batch: Batch,
     /// Whether the current batch may have reached Redis.
@@ -52,7 +52,7 @@ enum Taken {
 
 impl Worker {
     /// Creates a worker, which its queue must have counted.
-    pub(super) fn new(inner: &Arc<Shared>, queue_number: NonZeroU64) -> Self {
+    pub(super) fn new(inner: &Arc<SharedStore>, queue_number: NonZeroU64) -> Self {
         Self {
             inner: Arc::clone(inner),
             queue_number,
@@ -64,8 +64,8 @@ impl Worker {
 
     /// Runs this worker, then each worker that the task receives. Between two workers, the task keeps their buffers,
     /// but no reference to the store.
-    pub(super) async fn run(mut self, target: Option<Target>) {
-        let Some(Target { node, pool }) = target else {
+    pub(super) async fn run(mut self, target: Option<NodeTarget>) {
+        let Some(NodeTarget { node, pool }) = target else {
             // Rare, and boxed so that the future of the other workers is small.
             return Box::pin(self.find_nodes()).await;
         };
@@ -81,7 +81,7 @@ impl Worker {
     /// Sends the checks of this queue to `node` until the queue is empty.
     ///
     /// Returns the receiver of the next worker of this task, or `None` if the task ends.
-    async fn send(&mut self, node: Node, pool: &Pool) -> Option<oneshot::Receiver<Worker>> {
+    async fn send(&mut self, node: Node, pool: &NodePool) -> Option<oneshot::Receiver<Worker>> {
         loop {
             self.batch.clear_calls();
             let left = match self.take_jobs(self.inner.settings.batch.get()) {
@@ -232,7 +232,7 @@ impl Worker {
     /// # Errors
     ///
     /// Returns an error that applies to all of the calls.
-    async fn call(&mut self, node: Node, pool: &Pool) -> Result<Replies, StoreError> {
+    async fn call(&mut self, node: Node, pool: &NodePool) -> Result<Replies, StoreError> {
         self.sent = false;
         let mut error = match self.attempt(pool).await {
             Ok(replies) => return Ok(replies),
@@ -247,7 +247,7 @@ impl Worker {
         Err(if self.sent { error } else { error.not_sent() })
     }
 
-    async fn attempt(&mut self, pool: &Pool) -> Result<Replies, StoreError> {
+    async fn attempt(&mut self, pool: &NodePool) -> Result<Replies, StoreError> {
         let Self {
             inner, batch, sent, ..
         } = self;
@@ -317,7 +317,7 @@ impl Worker {
 
 /// Answers the checks of one call from the reply of its script.
 fn answer_call(
-    inner: &Arc<Shared>,
+    inner: &Arc<SharedStore>,
     call: &ScriptCall,
     reply: &Value,
     jobs: impl Iterator<Item = Job>,

@@ -43,7 +43,7 @@ use crate::util::Clock;
 
 pub(crate) struct Cluster {
     nodes: Nodes,
-    partitions: Box<[Partition]>,
+    partitions: Box<[ClusterPartition]>,
     map: ArcSwap<SlotMap>,
     pub(crate) refresher: Refresher,
     /// The error of all checks, if this store has another number of partitions.
@@ -51,7 +51,7 @@ pub(crate) struct Cluster {
     clock: Clock,
 }
 
-struct Partition {
+struct ClusterPartition {
     slot: u16,
     /// The prefix of its keys: `rl:{17}`.
     prefix: Box<str>,
@@ -70,7 +70,7 @@ impl Cluster {
         prefix: &str,
         partitions: usize,
     ) -> Self {
-        let partition = |tag: u32| Partition {
+        let partition = |tag: u32| ClusterPartition {
             slot: slots::slot(tag.to_string().as_bytes()),
             prefix: format!("{prefix}:{{{tag}}}").into(),
             moves_until: AtomicI64::new(i64::MIN),
@@ -350,7 +350,7 @@ mod tests {
         let mut rng = fastrand::Rng::with_seed(0);
         let mut map = || {
             let mut reply = format!("*{}\r\n", cluster.partitions.len());
-            for Partition { slot, .. } in &cluster.partitions {
+            for ClusterPartition { slot, .. } in &cluster.partitions {
                 let port = rng.u16(1..=9);
                 reply += &format!(
                     "*3\r\n:{slot}\r\n:{slot}\r\n*3\r\n$1\r\nn\r\n:{port}\r\n$2\r\ni{port}\r\n"

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use redis::{ConnectionInfo, ErrorKind as Kind, RedisError, ServerErrorKind, Value};
+use redis::{ConnectionInfo, ErrorKind as RedisErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Instant, timeout};
 
-use super::slots::{self, Address, SlotMap, Slots};
+use super::slots::{self, Address, SlotMap, SlotRanges};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, error_of, with_address, within};
 use crate::store::redis::topology::node::Node;
@@ -100,7 +100,7 @@ impl Nodes {
     pub(super) async fn connect(
         &self,
         node: Node,
-        is_ours: impl Fn(&Slots) -> bool,
+        is_ours: impl Fn(&SlotRanges) -> bool,
     ) -> Result<Driven, StoreError> {
         let address = self
             .address(node)
@@ -126,7 +126,7 @@ impl Nodes {
     }
 
     /// Queries a node for the slots; also returns the connection.
-    async fn query(&self, address: &Address) -> Result<(Driven, Slots), StoreError> {
+    async fn query(&self, address: &Address) -> Result<(Driven, SlotRanges), StoreError> {
         let mut connection = self
             .dialer
             .dial(&with_address(&self.seeds[0], &address.host, address.port))
@@ -229,17 +229,17 @@ impl Nodes {
             (host != "?").then(|| (slot, self.number(address)))
         };
         match error.kind() {
-            Kind::Server(ServerErrorKind::Moved) => {
+            RedisErrorKind::Server(ServerErrorKind::Moved) => {
                 elsewhere().map_or(NodeError::NotReady, |(slot, node)| NodeError::Moved {
                     slot,
                     node,
                 })
             }
-            Kind::Server(ServerErrorKind::Ask) => {
+            RedisErrorKind::Server(ServerErrorKind::Ask) => {
                 elsewhere().map_or(NodeError::NotReady, |(_, node)| NodeError::Ask(node))
             }
-            Kind::Server(ServerErrorKind::TryAgain) => NodeError::TryAgain,
-            Kind::Server(
+            RedisErrorKind::Server(ServerErrorKind::TryAgain) => NodeError::TryAgain,
+            RedisErrorKind::Server(
                 ServerErrorKind::ClusterDown
                 | ServerErrorKind::BusyLoading
                 | ServerErrorKind::MasterDown,

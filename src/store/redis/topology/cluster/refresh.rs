@@ -34,7 +34,7 @@ struct RefresherState {
     last: Option<(Instant, Option<StoreError>)>,
     /// The next query, or the running one. Another query is planned only if it begins earlier, or if this one is
     /// overdue.
-    planned: Option<Plan>,
+    planned: Option<PlannedRefresh>,
     /// Time of the next check of the marker.
     marker_due: Option<Instant>,
     /// Whether another instance has ever confirmed this number of partitions: the marker had it
@@ -43,7 +43,7 @@ struct RefresherState {
 }
 
 #[derive(Debug)]
-struct Plan {
+struct PlannedRefresh {
     begins: Instant,
     /// Time from which another task may replace this one, because its runtime has shut down or stalls.
     overdue: Instant,
@@ -113,7 +113,7 @@ impl Refresher {
             {
                 return None;
             }
-            let plan = Plan {
+            let plan = PlannedRefresh {
                 begins,
                 overdue: begins + Self::LATE,
                 _wakes: wakes,

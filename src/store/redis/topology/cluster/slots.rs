@@ -63,7 +63,7 @@ type Ids = HashSet<Box<str>>;
 
 /// A node's reply about the slots.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Slots {
+pub(super) struct SlotRanges {
     pub(super) ranges: Vec<Range>,
     /// Whether a range was omitted because its master has no address.
     pub(super) lacks_address: bool,
@@ -126,7 +126,7 @@ impl SlotMap {
         }
     }
 
-    pub(super) fn new(slots: Slots, mut node: impl FnMut(Address) -> Node) -> Self {
+    pub(super) fn new(slots: SlotRanges, mut node: impl FnMut(Address) -> Node) -> Self {
         let owners = vec![None; usize::from(SLOTS)].into();
         let mut map = Self {
             owners,
@@ -170,7 +170,7 @@ impl SlotMap {
 
     /// Returns `true` if `slots` may be of the same cluster: it has a node in common with this map,
     /// or one of both has no ids.
-    pub(super) fn is_of_cluster(&self, slots: &Slots) -> bool {
+    pub(super) fn is_of_cluster(&self, slots: &SlotRanges) -> bool {
         self.ids.is_empty() || slots.ids.is_empty() || !self.ids.is_disjoint(&slots.ids)
     }
 
@@ -197,7 +197,7 @@ impl SlotMap {
 /// A node without a host, or with the host `""`, is the queried node itself. A node with the host
 /// `?` or the port 0 is omitted, since the cluster does not know its address; so is a range whose
 /// master is omitted.
-pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
+pub(super) fn read(reply: &Value, asked: &Address) -> Option<SlotRanges> {
     let Value::Array(ranges) = reply else {
         return None;
     };
@@ -226,7 +226,7 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
             read.push(Range { first, last, nodes });
         }
     }
-    Some(Slots {
+    Some(SlotRanges {
         ranges: read,
         lacks_address,
         ids,

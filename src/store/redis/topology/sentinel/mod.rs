@@ -25,7 +25,8 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use redis::{
-    ConnectionAddr, ConnectionInfo, ErrorKind as Kind, ServerError, ServerErrorKind, Value,
+    ConnectionAddr, ConnectionInfo, ErrorKind as RedisErrorKind, ServerError, ServerErrorKind,
+    Value,
 };
 use tokio::time::{sleep, timeout, timeout_at};
 
@@ -221,7 +222,7 @@ impl Sentinels {
             }
             Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
             Ok(_) => Err(error_of(
-                &(Kind::UnexpectedReturnType, "a role is expected").into(),
+                &(RedisErrorKind::UnexpectedReturnType, "a role is expected").into(),
             )),
             Err(error) => Err(error_of(&error)),
         };

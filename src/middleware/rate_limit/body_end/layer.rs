@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use http::response::Parts;
 
-use super::{Rule, UntilBodyEnd};
+use super::{HeadRule, UntilBodyEnd};
 use crate::middleware::RateLimitLayer;
-use crate::middleware::limit::Config;
+use crate::middleware::machine::Config;
 use crate::settle::Settlement;
 use crate::store::Store;
 
@@ -100,7 +100,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
         self.with_rule(None)
     }
 
-    fn with_rule(self, rule: Option<Rule>) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
+    fn with_rule(self, rule: Option<HeadRule>) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
         self.change_to(|Config { mut gate, protocol }| {
             gate.settle();
             Config {

@@ -10,11 +10,11 @@ use http::response::Parts;
 
 pub use body::TrackedBody;
 
-use crate::middleware::limit::AsIs;
+use crate::middleware::machine::AsIs;
 use crate::settle::{RequestCost, Settlement};
 
 /// Returns the settlement of a request from the head of its response.
-pub(super) type Rule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
+pub(super) type HeadRule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
 
 /// When a [`RateLimitLayer`](crate::RateLimitLayer) settles the charge of a request, which
 /// determines the type of the response body: [`AsIs`] or [`UntilBodyEnd`]. A later version may add a

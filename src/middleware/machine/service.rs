@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::layer::{Config, Settings};
+use super::layer::{Config, ServiceSettings};
 use super::protocol::{Protocol, Serve};
 use crate::gate::{Admission, Grant, KeyExtractor, Pending, Refusal};
 use crate::middleware::take_ready;
@@ -41,7 +41,7 @@ impl IsCost for u32 {}
 /// The service of a [`LimitLayer`](super::LimitLayer): it decides, then calls the inner service.
 pub struct Limit<T, S, K, P: Protocol> {
     inner: T,
-    settings: Settings<S, K, P>,
+    settings: ServiceSettings<S, K, P>,
 }
 
 impl<T, S, K, P, Req> Service<Req> for Limit<T, S, K, P>
@@ -86,7 +86,7 @@ where
                 } else {
                     ready
                 };
-                let held = Some(Held {
+                let held = Some(HeldRequest {
                     config: Arc::clone(config),
                     inner,
                     head,
@@ -101,7 +101,7 @@ where
 }
 
 impl<T, S, K, P: Protocol> Limit<T, S, K, P> {
-    pub(super) fn new(inner: T, settings: Settings<S, K, P>) -> Self {
+    pub(super) fn new(inner: T, settings: ServiceSettings<S, K, P>) -> Self {
         Self { inner, settings }
     }
 
@@ -161,7 +161,7 @@ pin_project! {
             #[pin]
             pending: Pending<S::Future>,
             // `None` once it is decided.
-            held: Option<Held<T, S, P, P::Body>>,
+            held: Option<HeldRequest<T, S, P, P::Body>>,
         },
         Calling {
             #[pin]
@@ -180,7 +180,7 @@ pin_project! {
 }
 
 /// A request that waits for its decision, and the service for it.
-struct Held<T, S, P: Protocol, B> {
+struct HeldRequest<T, S, P: Protocol, B> {
     config: Arc<Config<S, P>>,
     inner: T,
     head: P::Head,
@@ -214,7 +214,7 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, held } => {
-                    let Some(Held {
+                    let Some(HeldRequest {
                         config,
                         inner,
                         head,
@@ -227,7 +227,7 @@ where
                     let admitted = pending.poll(cx, &config.gate, head, &mut grant, inner);
                     let admitted = ready!(admitted).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
-                    let Some(Held {
+                    let Some(HeldRequest {
                         config,
                         mut inner,
                         mut head,

@@ -14,14 +14,14 @@ use crate::store::Store;
 /// The layer that [`RateLimitLayer`](crate::RateLimitLayer) and
 /// [`CallLimitLayer`](crate::CallLimitLayer) are names of, with the settings that both have.
 pub struct LimitLayer<S, K, P: Protocol> {
-    shared: Arc<Shared<S, K, P>>,
+    shared: Arc<SharedLayer<S, K, P>>,
 }
 
-struct Shared<S, K, P: Protocol> {
+struct SharedLayer<S, K, P: Protocol> {
     extractor: Arc<K>,
     config: Config<S, P>,
     /// The settings that all services share, created for the first one.
-    services: OnceLock<Settings<S, K, P>>,
+    services: OnceLock<ServiceSettings<S, K, P>>,
 }
 
 /// The settings of a layer, without its extractor.
@@ -32,12 +32,12 @@ pub(in crate::middleware) struct Config<S, P: Protocol> {
 
 /// The settings of a service. The extractor has its own `Arc`, because the future of a request needs
 /// the [`Config`] only.
-pub(super) type Settings<S, K, P> = Copies<(Arc<K>, Arc<Config<S, P>>)>;
+pub(super) type ServiceSettings<S, K, P> = Copies<(Arc<K>, Arc<Config<S, P>>)>;
 
 impl<S, K, P: Protocol> LimitLayer<S, K, P> {
     pub(in crate::middleware) fn with_config(extractor: Arc<K>, config: Config<S, P>) -> Self {
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SharedLayer {
                 extractor,
                 config,
                 services: OnceLock::new(),
@@ -272,7 +272,7 @@ impl<T: IsClone, S: Clone, K, P: Protocol + Clone> Layer<T> for LimitLayer<S, K,
     /// a request, the layer ignores that policy and reports it as
     /// [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
-        let Shared {
+        let SharedLayer {
             extractor,
             config,
             services,
