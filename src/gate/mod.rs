@@ -59,7 +59,7 @@ use crate::error::StoreError;
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::limit::{Charge, Check, Decision, Key, KeyForms, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::observe::event::Reason;
+use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
 use crate::store::{Answer, Store, Waiters};
@@ -226,7 +226,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if let Some(skip) = &self.settings.skip
             && skip(request)
         {
-            self.notifier.uncounted(Reason::Skipped, true);
+            self.notifier.uncounted(UncountedReason::Skipped, true);
             return self.uncounted(request, None, grant);
         }
         if self.notifier.examines_requests() {
@@ -464,7 +464,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 return Err(Refusal::Unavailable(error));
             }
             Err(_) => {
-                self.notifier.uncounted(Reason::Failed, true);
+                self.notifier.uncounted(UncountedReason::Failed, true);
                 question.slot = question.slot.take().map(Slot::admitted_after_error);
             }
         }
@@ -509,7 +509,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(missing) if self.settings.dry_run => {
                 self.notifier.uncounted(missing.reason(), true);
             }
-            _ => self.notifier.uncounted(Reason::Exempt, true),
+            _ => self.notifier.uncounted(UncountedReason::Exempt, true),
         }
         self.uncounted(request, key.ok(), grant)
     }

@@ -6,6 +6,7 @@ mod command;
 mod compat;
 mod install;
 mod metadata;
+mod names;
 mod ops;
 mod pages;
 mod screenshots;
