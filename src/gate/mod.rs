@@ -62,9 +62,10 @@ use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
-use crate::store::{Answer, Store, Waiters};
-use crate::util::{instant, polled_after_completion};
+use crate::store::{Answer, Store};
+use crate::util::{instant, own_list, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
+use crate::waiters::Waiters;
 
 /// Decides the requests of the type `R` of a layer.
 pub(crate) struct Gate<S, R> {
@@ -589,7 +590,7 @@ impl<R: 'static> Selector<R> {
 impl<R> Clone for Selector<R> {
     fn clone(&self) -> Self {
         match self {
-            Self::Fixed(policies) => Self::Fixed(policies.copy()),
+            Self::Fixed(policies) => Self::Fixed(own_list(policies)),
             Self::ByRequest(selector) => Self::ByRequest(Arc::clone(selector)),
         }
     }

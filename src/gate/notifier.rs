@@ -15,8 +15,9 @@ use crate::observe::mistakes::{
     NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, ListedLayer, Store, Waiters};
+use crate::store::{Answer, Store};
 use crate::util::{instant, lock};
+use crate::waiters::{ListedLayer, Waiters};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
 /// the observer.

@@ -16,8 +16,8 @@ use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
-use crate::util::{contain, instant, lock};
+use crate::store::{Answer, Share, Store, op_queue};
+use crate::util::{Digest, Shards, contain, instant, lock};
 
 /// The state that the clones of a [`Leased`](super::Leased) share.
 pub(super) struct SharedLeases<S: Store> {
