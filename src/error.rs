@@ -89,7 +89,7 @@ pub struct StoreError {
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
     /// The message, if it is not that of the kind.
-    message: Option<&'static str>,
+    message: Option<Cow<'static, str>>,
     /// Whether the error concerns a single check, and not the store.
     check_only: bool,
     /// Whether the check was certainly not sent, and therefore not charged.
@@ -251,9 +251,9 @@ impl StoreError {
 
     /// Replaces the message of the kind.
     #[must_use]
-    pub(crate) fn with_message(self, message: &'static str) -> Self {
+    pub(crate) fn with_message(self, message: impl Into<Cow<'static, str>>) -> Self {
         Self {
-            message: Some(message),
+            message: Some(message.into()),
             ..self
         }
     }
@@ -355,7 +355,7 @@ impl fmt::Display for StoreError {
                 ("invalid store configuration: ", Some(cause))
             }
             (ErrorKind::Refused, Some(cause)) => ("the server rejected the command: ", Some(cause)),
-            (kind, _) => (self.message.unwrap_or(kind.advice()), None),
+            (kind, _) => (self.message.as_deref().unwrap_or(kind.advice()), None),
         };
         match (&self.server, text.split_once(SERVER)) {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,
