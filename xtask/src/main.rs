@@ -7,9 +7,11 @@ mod compat;
 mod install;
 mod metadata;
 mod ops;
+mod outage;
 mod pages;
 mod screenshots;
 mod servers;
+mod svg;
 mod test;
 
 use std::env;

@@ -155,7 +155,7 @@ fn problem(page: &str, link: &str) -> Option<String> {
         None if link.starts_with("https://") => return None,
         // A relative link to a picture works: the registry resolves it in the repository, and docs.rs
         // by a definition in `src/lib.rs`.
-        None if page == "README.md" && !file.ends_with(".png") => {
+        None if page == "README.md" && !file.ends_with(".svg") => {
             return Some(format!(
                 "{link} is a dead link in the registry and on docs.rs: use an absolute URL"
             ));
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(
             lines(
                 "README.md",
-                "[a]: examples/dashboard/outage.png\n[b]: none.png\n"
+                "[a]: docs/outage.svg\n[b]: none.svg\n"
             ),
             [2]
         );
