@@ -8,9 +8,11 @@ mod install;
 mod metadata;
 mod names;
 mod ops;
+mod outage;
 mod pages;
 mod screenshots;
 mod servers;
+mod svg;
 mod test;
 
 use std::env;
