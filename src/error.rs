@@ -2,6 +2,7 @@
 //! module can use it.
 
 use std::borrow::Cow;
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 
@@ -397,6 +398,13 @@ impl fmt::Debug for StoreError {
             debug.field("cause", &format_args!("{cause}"));
         }
         debug.finish()
+    }
+}
+
+/// For values that need no conversion, such as the quota of a policy.
+impl From<Infallible> for ConfigError {
+    fn from(never: Infallible) -> Self {
+        match never {}
     }
 }
 

@@ -309,9 +309,7 @@ mod tests {
     }
 
     fn policies(quota: &str) -> Policies {
-        Policy::new("test", Strategy::Gcra, quota.parse().unwrap())
-            .unwrap()
-            .into()
+        Policy::new("test", Strategy::Gcra, quota).unwrap().into()
     }
 
     #[test]

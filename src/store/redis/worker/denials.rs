@@ -303,9 +303,7 @@ mod tests {
     const HOUR: i64 = 3_600_000_000;
 
     fn list(name: &str) -> Policies {
-        Policy::new(name, Strategy::Gcra, "100/h".parse().unwrap())
-            .unwrap()
-            .into()
+        Policy::new(name, Strategy::Gcra, "100/h").unwrap().into()
     }
 
     /// Redis's verdicts on a check that is denied for `wait`.
