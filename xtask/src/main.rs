@@ -7,6 +7,8 @@ mod compat;
 mod install;
 mod metadata;
 mod ops;
+#[cfg(test)]
+mod order;
 mod pages;
 mod screenshots;
 mod servers;
