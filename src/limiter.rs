@@ -6,26 +6,12 @@ use std::time::Duration;
 use crate::error::StoreError;
 use crate::gate::Notifier;
 use crate::held_slots::InFlightTracker;
-use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::limit::{Check, Decision, IsPolicies, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store, flush};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues};
-
-/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`].
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` are no policies",
-    label = "not a `Policy` or `Policies`",
-    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
-            `Limiter` with a clone of the store, which goes on counting",
-    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
-    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
-)]
-pub trait IsPolicies: Into<Policies> {}
-
-#[diagnostic::do_not_recommend]
-impl<T: Into<Policies>> IsPolicies for T {}
 
 /// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
 /// loop.

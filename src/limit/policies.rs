@@ -308,6 +308,20 @@ fn hash_of_each(policies: &[Policy], number: fn(&Policy) -> u64) -> u64 {
     hasher.finish()
 }
 
+/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`](crate::Limiter).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` are no policies",
+    label = "not a `Policy` or `Policies`",
+    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
+            `Limiter` with a clone of the store, which goes on counting",
+    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
+    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
+)]
+pub trait IsPolicies: Into<Policies> {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Into<Policies>> IsPolicies for T {}
+
 impl From<Policy> for Policies {
     fn from(policy: Policy) -> Self {
         Self::of(smallvec![policy])
