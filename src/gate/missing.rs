@@ -112,9 +112,10 @@ impl MissingKey {
 
     /// The client left out this header. With a challenge, it is [unauthenticated](Self::unauthenticated).
     pub(crate) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
-        let cause = challenge
-            .cloned()
-            .map_or(Cause::Absent, Cause::Unauthenticated);
+        let cause = match challenge {
+            Some(challenge) => Cause::Unauthenticated(challenge.clone()),
+            None => Cause::Absent,
+        };
         Self {
             problem: Problem::NoHeader(name.clone()),
             cause,

@@ -75,7 +75,10 @@ impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
             }
             selector.fixed()
         });
-        fixed.clone().or_else(|| selector.policies(request, key))
+        match fixed {
+            Some(policies) => Some(policies.clone()),
+            None => selector.policies(request, key),
+        }
     }
 
     fn caller_without(&self, forms: KeyForms) -> Option<String> {
