@@ -21,15 +21,16 @@ impl<S: Sync> FromRequestParts<S> for RequestCost {
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Response> {
         static NOTIFIER: LazyLock<Notifier> = LazyLock::new(Notifier::default);
-        request.extensions.get().cloned().ok_or_else(|| {
-            let fix = "add `.settle(..)` or `.until_body_end()`";
-            let problem = format!(
-                "the handler extracts a `RequestCost`, but no outer layer settles charges: {fix}{NO_CHARGE}"
-            );
-            let missing = MissingKey::misconfigured(problem);
-            NOTIFIER.missing(&missing);
-            HttpReject::new().response(Reason::MissingKey(&missing))
-        })
+        if let Some(cost) = request.extensions.get::<Self>() {
+            return Ok(cost.clone());
+        }
+        let fix = "add `.settle(..)` or `.until_body_end()`";
+        let problem = format!(
+            "the handler extracts a `RequestCost`, but no outer layer settles charges: {fix}{NO_CHARGE}"
+        );
+        let missing = MissingKey::misconfigured(problem);
+        NOTIFIER.missing(&missing);
+        Err(HttpReject::new().response(Reason::MissingKey(&missing)))
     }
 }
 

@@ -56,11 +56,11 @@ impl PeerIp {
 
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let counted = |peer| {
+        let peer = Peer::of(request, |peer| {
             UNKNOWN_PROXIES.notice(peer, request, None);
             peer
-        };
-        Peer::of(request, counted).key(64)
+        });
+        peer.key(64)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -247,7 +247,12 @@ impl UnknownProxy {
     /// Keeps the first observer that still exists.
     pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
         let mut first = lock(&self.observer);
-        if first.as_ref().is_none_or(|first| first.strong_count() == 0) {
+        // Another one takes over when the layers with the first one are dropped.
+        let is_alive = match &*first {
+            Some(first) => first.strong_count() > 0,
+            None => false,
+        };
+        if !is_alive {
             *first = Some(Arc::downgrade(observer));
         }
     }
@@ -279,6 +284,7 @@ impl UnknownProxy {
 
     #[cold]
     fn report(&self, peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) {
+        // Concurrent requests may have passed the check of `notice`.
         if self.reported.swap(true, Relaxed) {
             return;
         }
@@ -328,7 +334,11 @@ impl UnknownProxy {
     }
 
     fn misconfigured(&self, problem: &str) {
-        let observer = lock(&self.observer).as_ref().and_then(Weak::upgrade);
+        // Without the lock, since the observer is the user's code.
+        let observer = match &*lock(&self.observer) {
+            Some(observer) => observer.upgrade(),
+            None => None,
+        };
         or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
     }
 }

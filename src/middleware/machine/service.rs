@@ -74,12 +74,14 @@ where
                 },
             },
             Admission::Decided(Err(refusal)) => {
+                // It may hold a permit that others wait for.
                 drop(take_ready(&mut self.inner));
                 LimitFuture {
                     state: State::refused(config, &head, refusal),
                 }
             }
             Admission::Undecided(pending) => {
+                // A request that waits for its turn drops the ready service: it may hold a permit that others wait for.
                 let ready = take_ready(&mut self.inner);
                 let inner = if pending.is_queued() {
                     self.inner.clone()
@@ -224,8 +226,8 @@ where
                         polled_after_completion(P::FUTURE);
                     };
                     let mut grant = Grant::default();
-                    let admitted = pending.poll(cx, &config.gate, head, &mut grant, inner);
-                    let admitted = ready!(admitted).map_err(P::error)?;
+                    let polled = pending.poll(cx, &config.gate, head, &mut grant, inner);
+                    let admitted = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
                     let Some(HeldRequest {
                         config,
@@ -254,9 +256,10 @@ where
                     grant,
                     noted,
                 } => {
+                    // They have no task: they advance with the inner call.
                     let _ = grant.poll_shadows(cx);
-                    let result = ready!(response.poll(cx));
-                    let result = P::settle(noted, result, grant);
+                    let response = ready!(response.poll(cx));
+                    let result = P::settle(noted, response, grant);
                     // An error does not wait for the checks of dry runs.
                     if result.is_err() || !grant.has_shadows() {
                         return Poll::Ready(P::finish(result, grant));
@@ -268,9 +271,9 @@ where
                 }
                 StateProj::Answered { result, grant } => {
                     ready!(grant.poll_shadows(cx));
-                    let result = result
-                        .take()
-                        .unwrap_or_else(|| polled_after_completion(P::FUTURE));
+                    let Some(result) = result.take() else {
+                        polled_after_completion(P::FUTURE);
+                    };
                     return Poll::Ready(P::finish(result, grant));
                 }
             };

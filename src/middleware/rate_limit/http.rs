@@ -116,10 +116,9 @@ where
         head: &Parts,
         refusal: Refusal,
     ) -> Result<Response<ResBody>, T::Error> {
-        let respond = |reason| self.reject.reject(Rejection::new(reason, head));
         Ok(match refusal {
             Refusal::Denied(decision) => {
-                let mut response = respond(Reason::Denied(&decision));
+                let mut response = self.respond(Reason::Denied(&decision), head);
                 let is_success = response.status().is_success();
                 if is_success && !self.answer.denies_with_success && !is_of_grpc(&response) {
                     notifier.denied_with_success(response.status());
@@ -127,9 +126,9 @@ where
                 self.answer.headers.annotate(decision, &mut response, true);
                 response
             }
-            Refusal::Unavailable(error) => respond(Reason::Unavailable(&error)),
+            Refusal::Unavailable(error) => self.respond(Reason::Unavailable(&error), head),
             Refusal::MissingKey(missing) => {
-                let mut response = respond(Reason::MissingKey(&missing));
+                let mut response = self.respond(Reason::MissingKey(&missing), head);
                 challenge(&missing, &mut response);
                 response
             }
@@ -177,6 +176,13 @@ where
 }
 
 impl<R, E> Http<R, E> {
+    fn respond<B>(&self, reason: Reason<'_>, head: &Parts) -> Response<B>
+    where
+        R: Reject<B>,
+    {
+        self.reject.reject(Rejection::new(reason, head))
+    }
+
     pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2, E> {
         Http {
             reject: Arc::new(reject),

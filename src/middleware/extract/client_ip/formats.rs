@@ -77,10 +77,13 @@ impl Setting for ClientIp {
                 "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`",
             )),
         }?;
-        Ok(Self {
-            ipv6_prefix: ipv6_prefix.map_or(client.ipv6_prefix, |Bits(bits)| bits),
-            ..client
-        })
+        match ipv6_prefix {
+            Some(Bits(ipv6_prefix)) => Ok(Self {
+                ipv6_prefix,
+                ..client
+            }),
+            None => Ok(client),
+        }
     }
 }
 
