@@ -93,8 +93,8 @@ impl<S: Store> Limiter<S> {
     /// Creates a limiter that counts in `store` under one or several policies.
     pub fn new(store: S, policies: impl IsPolicies) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
-        let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
-        let wait_queues = wait_queues.with_tracker(in_flight.clone());
+        let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        let wait_queues = queues.with_tracker(in_flight.clone());
         Self {
             store,
             policies: policies.into(),
@@ -234,8 +234,8 @@ impl<S: Store> Limiter<S> {
     /// Reports, once, a policy with another quota in another limiter or layer.
     #[inline]
     fn report_shared_count(&self) {
-        let waiters = || self.store.backend().waiters();
-        self.notifier.shared_count(waiters, &self.policies);
+        self.notifier
+            .shared_count(|| self.store.backend().waiters(), &self.policies);
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].

@@ -9,7 +9,10 @@ use super::{Observer, event};
 
 /// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
-    observer.map_or(&DefaultObserver, |observer| &**observer)
+    match observer {
+        Some(observer) => &**observer,
+        None => &DefaultObserver,
+    }
 }
 
 /// Logs through `tracing` if a subscriber is set, otherwise prints the worst problems to standard
@@ -86,11 +89,10 @@ impl Observer for DefaultObserver {
         match shared_log() {
             Some(log) => log.degraded(event),
             None => {
-                let cause = event
-                    .error
-                    .source()
-                    .map(|cause| format!(" ({cause})"))
-                    .unwrap_or_default();
+                let cause = match event.error.source() {
+                    Some(cause) => format!(" ({cause})"),
+                    None => String::new(),
+                };
                 print_once(
                     &PRINTED,
                     format_args!(

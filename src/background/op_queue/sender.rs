@@ -62,6 +62,7 @@ impl Sender {
         let mut new_work = pin!(shared.new_work.notified());
         let mut time = pin!(until.map(|until| sleep(until.saturating_duration_since(instant()))));
         let mut replies = Vec::new();
+        // Replies that are ready together share one lock.
         let is_work = poll_fn(|cx| {
             while let Poll::Ready(Some(reply)) = self.flights.poll_next_unpin(cx) {
                 replies.push(reply);

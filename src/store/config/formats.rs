@@ -71,9 +71,10 @@ impl Visitor<'_> for NameVisitor {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<SettingName, E> {
-        let name = StoreConfig::NAMES.iter().find(|name| **name == text);
-        name.map(|name| SettingName(name))
-            .ok_or_else(|| E::unknown_field(text, StoreConfig::NAMES))
+        match StoreConfig::NAMES.iter().find(|name| **name == text) {
+            Some(name) => Ok(SettingName(name)),
+            None => Err(E::unknown_field(text, StoreConfig::NAMES)),
+        }
     }
 }
 
