@@ -343,6 +343,7 @@ impl StoreError {
     /// timeout, since `other` may be a mistake that the user can fix.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
+        // These say least about the cause.
         if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) {
             other
         } else {

@@ -203,9 +203,11 @@ impl<S: Store> Limiter<S> {
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
+        // Restart the sender if its runtime has shut down: it will settle the reservation.
         self.in_flight.ops().wake();
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
+        // Before the check is sent: if this future is dropped before the reply, the slot is released.
         let mut slot = self.in_flight.track(&check);
         let answer = self.send(check).await;
         if let Some(slot) = &mut slot {
@@ -282,6 +284,7 @@ impl<S: Store> Limiter<S> {
         &self,
         check: Check,
     ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
+        // Sent here, so that it is not lost if the future is dropped before its first poll.
         let answer = self.store.check(check);
         async { answer.await.map(Applied) }
     }
@@ -330,6 +333,7 @@ impl<S: Store> Limiter<S> {
     /// Returns the error of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
+        // Denied without a turn: other requests would wait behind it forever.
         if self.policies.iter().any(|policy| policy.never_fits(cost)) {
             return self.take(key, cost).await;
         }
@@ -345,6 +349,7 @@ impl<S: Store> Limiter<S> {
             Ok(permit) => permit.spend(),
             Err(refusal) => return refusal.into_answer(),
         };
+        // The decision does not show when the request ends, so the slot expires.
         if let Some(slot) = slot {
             slot.leave_counted();
         }

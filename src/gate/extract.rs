@@ -140,6 +140,7 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
                 return found;
             }
         };
+        // Any client may omit a header, but a missing extension may show a wrong order of layers.
         match missing.no_extension() {
             Some(of_type) => self.misses.missed(|| always_second(of_type)),
             None => self.misses.found(),

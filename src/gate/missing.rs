@@ -179,6 +179,7 @@ impl fmt::Display for MissingKey {
         match &self.problem {
             Problem::Text(text) => f.write_str(text),
             Problem::NoHeader(name) => write!(f, "the header {name} is missing"),
+            // Names each likely cause: the wrong order of layers and `Arc<T>` compile, and look right.
             Problem::NoExtension(of_type) => write!(
                 f,
                 "a request has no `{of_type}` in its extensions: put the layer inside the authentication that inserts it \

@@ -22,6 +22,7 @@ struct DefaultObserver;
 /// Returns one log for the whole process, so that a problem that several layers or stores report at
 /// the same time is logged once.
 fn shared_log() -> Option<&'static dyn Observer> {
+    // Without a subscriber, the events would be lost.
     #[cfg(feature = "tracing")]
     if tracing::dispatcher::has_been_set() {
         use std::sync::LazyLock;

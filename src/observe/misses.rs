@@ -47,6 +47,7 @@ impl Misses {
     /// Ends the count, since a request includes what the layer reads.
     #[inline]
     pub(crate) fn found(&self) {
+        // Without a write per request, for which processors would contend.
         if self.count.load(Relaxed) != ENDED {
             self.count.store(ENDED, Relaxed);
         }

@@ -347,6 +347,7 @@ impl MinuteLog {
             failures: Repeats::new(64),
             late: Repeats::new(1),
             longest_delay: AtomicU64::new(0),
+            // Requests that passed, and requests that were rejected.
             keyless: Repeats::new(2),
         })
     }
@@ -382,6 +383,7 @@ impl MinuteLog {
 
 impl Drop for MinuteLog {
     fn drop(&mut self) {
+        // The counts of the last minute: no further event would report these.
         for count in self.denials.take_all() {
             log_denied(&Span::none(), count);
         }

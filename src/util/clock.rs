@@ -14,6 +14,7 @@ pub(crate) struct Clock {
 
 impl Clock {
     pub(crate) fn new() -> Self {
+        // Only once: it may go back later, and a difference of instants cannot.
         let wall = unix_time();
         #[cfg(test)]
         let wall = super::Seed::wall().unwrap_or(wall);

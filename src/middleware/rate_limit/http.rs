@@ -89,6 +89,7 @@ where
         if let Some(charge) = grant.charge() {
             // The handler may respond with a denial, which has header fields to remove.
             is_annotated = true;
+            // The handler sees the innermost one only, so that counts for the outer layers too.
             if let Some(outer) = head.extensions.insert(charge.clone()) {
                 charge.count_for(outer);
             }
@@ -120,6 +121,7 @@ where
             Refusal::Denied(decision) => {
                 let mut response = self.respond(Reason::Denied(&decision), head);
                 let is_success = response.status().is_success();
+                // Clients and caches would take the denial for the answer to the request.
                 if is_success && !self.answer.denies_with_success && !is_of_grpc(&response) {
                     notifier.denied_with_success(response.status());
                 }
@@ -143,6 +145,7 @@ where
     ) -> Result<Response<ResBody>, T::Error> {
         let mut response = result?;
         if let Some(rule) = &noted.rule {
+            // A rule reads `Parts`, for which the response must be taken apart.
             let (parts, body) = response.into_parts();
             grant.settle(rule(&parts));
             response = Response::from_parts(parts, body);

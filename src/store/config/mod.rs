@@ -291,6 +291,7 @@ impl StoreConfig {
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
         let problem = match value {
+            // Probably a template without its value: counting locally instead would hide that.
             Ok(url) if url.trim().is_empty() => "empty",
             Ok(word) if word.trim() == LOCAL => {
                 return Ok(Self {

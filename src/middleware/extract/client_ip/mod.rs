@@ -257,6 +257,7 @@ impl KeyExtractor for ClientIp {
 
 impl Forwarding {
     fn client(&self, request: &Parts, peer: Peer) -> Peer {
+        // axum records no address of a peer on a unix socket.
         let is_unknown = peer == Peer::Unknown && self.trust.takes_unknown_for_unix();
         let peer = if is_unknown { Peer::Unix } else { peer };
         if !self.trust.covers_peer(peer) {
@@ -274,6 +275,7 @@ impl Forwarding {
             HeaderForm::XForwardedFor => self.walk(peer, lines.rev().flat_map(hops)),
             HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
         };
+        // A trusted `unix` is the application's word for this. A number of hops is not: it may listen on TCP.
         if is_unknown && client == Peer::Unix && matches!(self.trust, Trust::Hops(_)) {
             UNKNOWN_PROXIES.notice_no_address();
         }

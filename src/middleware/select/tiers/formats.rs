@@ -81,6 +81,7 @@ impl Setting for Named {
         // A comma without a blank joins the parts of a tuple, such as two addresses.
         let is_tuple = text.replace(", ", "").contains(',');
         let is_list = text.split(", ").all(|caller| caller.starts_with("ip:"));
+        // The key of peers on unix sockets begins with `ip:` too.
         if text == "ip:unix" || is_tuple || !is_list {
             return match Key::read(text) {
                 Ok(key) => Ok(Self::Key(key)),

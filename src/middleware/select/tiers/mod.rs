@@ -427,6 +427,7 @@ impl PolicySelector for Tiers {
             Some(_) => self.unknown.misses.found(),
             // Without plans, none is expected.
             None if plans.named.is_empty() => {}
+            // A request of the default plan may name none, so only many of them are suspicious.
             None => {
                 let misses = &self.unknown.misses;
                 misses.lasts(|| no_tier(format_args!("requests of the first ten minutes")));

@@ -88,6 +88,7 @@ impl NodeQueue {
         callers: &mut Vec<Key>,
         to: &mut Vec<Job>,
     ) -> Option<usize> {
+        // First, since the last batch of this worker has been answered.
         self.let_go(callers);
         if self.waits_for_others(max, now) {
             // The worker ends, and the timer starts another one for them.
@@ -171,6 +172,7 @@ impl NodeQueue {
             let starts = self.jobs.push(job)?;
             return Ok((id, self.sending(starts)));
         }
+        // A running worker takes it with its next batch. Otherwise it may wait for others, since no request awaits it.
         let since = job.since;
         let no_worker_runs = self.jobs.push_quietly(job)?;
         if no_worker_runs {
