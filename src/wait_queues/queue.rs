@@ -21,8 +21,8 @@ use tokio::time::Instant;
 use super::Answer;
 use super::permit::Permit;
 use crate::limit::{Decision, Policies};
-use crate::store::Wake;
 use crate::util::instant;
+use crate::waiters::Wake;
 
 /// Joins and leaves change the waiters; only the queue's [task](super::task) serves or refuses them.
 #[derive(Default)]

@@ -19,8 +19,8 @@ use crate::background::panicked;
 use crate::error::StoreError;
 use crate::held_slots::Slot;
 use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
-use crate::store::{Listener, Wake};
 use crate::util::{contain, instant, lock, random};
+use crate::waiters::{Listener, Wake};
 
 /// While it exists, so does its queue. If its runtime drops it, the waiters fail.
 pub(super) struct QueueTask {

@@ -2,6 +2,7 @@
 //! that.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use tokio::net::TcpStream;
 
 use super::errors::{STEPS, connecting_timed_out, error_of_greeting};
+use super::login::{LoggedIn, Login};
 use super::names::{self, Host};
 use super::pool::Driven;
 use crate::error::{ErrorKind, StoreError};
@@ -25,6 +27,8 @@ pub(crate) struct Dialer {
     time: Duration,
     /// The name in the server's certificate, if it differs from the host.
     server_name: Option<String>,
+    /// The user and password, if they change. Otherwise they are in the settings of the server.
+    login: Option<Arc<Login>>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
 }
@@ -39,12 +43,52 @@ impl Dialer {
         Self {
             time,
             server_name,
+            login: None,
             connected: AtomicBool::new(false),
         }
     }
 
+    /// Sets a login whose credentials change.
+    pub(crate) fn with_login(self, login: Option<Arc<Login>>) -> Self {
+        Self { login, ..self }
+    }
+
     /// Opens a connection to a server.
     pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
+        let connection = match &self.login {
+            Some(login) => self.log_in(login, server).await,
+            None => self.dial_as(server).await,
+        };
+        connection.map_err(|error| error.with_server(server.addr()))
+    }
+
+    /// Opens a connection with the newest credentials. If the server rejects them, tries once more with newer ones.
+    async fn log_in(
+        &self,
+        login: &Arc<Login>,
+        server: &ConnectionInfo,
+    ) -> Result<Driven, StoreError> {
+        let mut issued = login.credentials().await?;
+        loop {
+            let server = issued.apply(server);
+            match self.dial_as(&server).await {
+                Ok(mut connection) => {
+                    connection.login = Some(LoggedIn::new(login, issued));
+                    return Ok(connection);
+                }
+                Err(error) if error.kind() == ErrorKind::Authentication => issued.reject(),
+                Err(error) => return Err(error),
+            }
+            let newer = login.credentials().await?;
+            if Arc::ptr_eq(&issued, &newer) {
+                return Err(login.rejection());
+            }
+            issued = newer;
+        }
+    }
+
+    /// Opens a connection with the credentials in these settings.
+    async fn dial_as(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let connection = match self.connected.load(Relaxed) {
             true => self
                 .open(server)
@@ -53,7 +97,7 @@ impl Dialer {
             false => self.open_first(server).await,
         };
         self.connected.fetch_or(connection.is_ok(), Relaxed);
-        connection.map_err(|error| error.with_server(server.addr()))
+        connection
     }
 
     async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
@@ -69,6 +113,7 @@ impl Dialer {
             return Ok(Driven {
                 connection,
                 driver: Some(driver.boxed().fuse()),
+                login: None,
             });
         }
         if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
@@ -86,6 +131,7 @@ impl Dialer {
         Ok(Driven {
             connection,
             driver: None,
+            login: None,
         })
     }
 

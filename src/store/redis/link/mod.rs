@@ -3,12 +3,14 @@
 
 mod dial;
 mod errors;
+mod login;
 mod names;
 mod pool;
 mod tls;
 
 pub(super) use dial::{Dialer, kept_alive, with_address};
 pub(super) use errors::{STEPS, error_of, not_run, within};
+pub(super) use login::Login;
 pub(super) use pool::{Connect, Driven, Epoch, Link, Pool, Replies, Times};
 pub(super) use tls::Tls;
 pub(in crate::store) use tls::no_tls;

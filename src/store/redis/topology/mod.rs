@@ -5,6 +5,7 @@
 //! per master.
 
 pub(super) mod cluster;
+mod logins;
 mod node;
 mod sentinel;
 
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use redis::ConnectionInfo;
 
+pub(super) use logins::{CredentialSources, Logins};
 pub(super) use node::Node;
 
 use self::cluster::Cluster;
@@ -75,15 +77,18 @@ impl Topology {
         partitions: usize,
         time_to_connect: Duration,
         tls: &Tls,
+        logins: Logins,
     ) -> Result<Self, ConfigError> {
         for server in servers.all() {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
         // Two for sentinels and their master: each dialer learns whether its servers use TLS.
-        let dialer = || Dialer::new(time_to_connect, tls.server_name());
+        let dialer = |login| Dialer::new(time_to_connect, tls.server_name()).with_login(login);
         Ok(match servers {
-            NamedServers::Server(server) => Self::Server(Arc::new((*server, dialer()))),
+            NamedServers::Server(server) => {
+                Self::Server(Arc::new((*server, dialer(logins.servers))))
+            }
             NamedServers::Sentinel {
                 name,
                 master,
@@ -91,13 +96,14 @@ impl Topology {
             } => Self::Sentinel(Arc::new(Sentinels::new(
                 name,
                 *master,
-                dialer(),
+                dialer(logins.servers),
                 sentinels,
-                dialer(),
+                dialer(logins.sentinels),
                 time_to_connect,
             ))),
             NamedServers::Cluster(seeds) => {
-                Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions)))
+                let dialer = dialer(logins.servers);
+                Self::Cluster(Arc::new(Cluster::new(seeds, dialer, prefix, partitions)))
             }
         })
     }
