@@ -221,7 +221,7 @@ impl TrackedSlots {
 
     /// Returns the caller of a slot that has expired because its renewal is late, unless one was returned at the last
     /// call.
-    fn newly_late(&mut self, now: Instant) -> Option<Key> {
+    fn take_newly_late(&mut self, now: Instant) -> Option<Key> {
         let late = self.late_caller(now);
         let were_late = mem::replace(&mut self.are_late, late.is_some());
         if were_late { None } else { late }
@@ -275,7 +275,7 @@ impl SharedSlots {
         let room = self.ops.renewal_room();
         let mut slots = lock(&self.slots);
         let renewals = slots.due(now, room);
-        let late = slots.newly_late(now);
+        let late = slots.take_newly_late(now);
         // The rest notifies the observer, and sends checks: both run the user's code.
         drop(slots);
         let is_full = renewals.len() == room;

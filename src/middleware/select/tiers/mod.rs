@@ -5,7 +5,6 @@ mod networks;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
@@ -18,7 +17,7 @@ use crate::limit::{Key, KeyForms, Policies};
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
-use crate::util::{Copies, own_list};
+use crate::util::{Copies, OnceFlag, own_list};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
@@ -120,10 +119,10 @@ pub struct Tiers {
 #[derive(Default)]
 struct Unknown {
     misses: Misses,
-    reported: AtomicBool,
+    reported: OnceFlag,
     /// The first unlisted plan, if it may be the default plan.
     maybe_default: OnceLock<Box<str>>,
-    narrow_reported: AtomicBool,
+    narrow_reported: OnceFlag,
 }
 
 type TierName = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
@@ -307,7 +306,7 @@ impl Tiers {
         let caller = key.to_network()?;
         let own = self.networks.find(caller);
         let is_one_address = caller.prefix_len() == caller.max_prefix_len();
-        if own.is_none() && !is_one_address && !self.unknown.narrow_reported.load(Relaxed) {
+        if own.is_none() && !is_one_address && !self.unknown.narrow_reported.is_claimed() {
             self.unknown.report_narrow(&self.networks, caller);
         }
         own
@@ -365,7 +364,7 @@ impl Unknown {
         // One unlisted plan may be the default plan. A second one is a mistake in any case.
         let may_be_default =
             !plans.default_is_named() && self.maybe_default.set(name.into()).is_ok();
-        if !may_be_default && self.reported.swap(true, Relaxed) {
+        if !may_be_default && !self.reported.claim() {
             return;
         }
         let mut listed: Vec<_> = plans.named.keys().collect();
@@ -387,7 +386,7 @@ impl Unknown {
     #[cold]
     fn report_narrow(&self, networks: &Networks, caller: IpNet) {
         if let Some(network) = networks.narrower(caller)
-            && !self.narrow_reported.swap(true, Relaxed)
+            && self.narrow_reported.claim()
         {
             let problem = format!(
                 "the policies of the network {network} apply to nothing: it is a part of one caller, whose key is a network of {} bits: \
@@ -438,7 +437,7 @@ impl PolicySelector for Tiers {
             if let Some(policies) = plans.named.get(name) {
                 return policies.clone();
             }
-            if !self.unknown.reported.load(Relaxed) {
+            if !self.unknown.reported.is_claimed() {
                 self.unknown.report(name, plans);
             }
         }

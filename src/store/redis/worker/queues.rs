@@ -131,8 +131,8 @@ impl NodeQueue {
     }
 
     /// Returns the time at which the caller must call [`on_timer`](Self::on_timer), since no worker runs for the checks
-    /// that are queued.
-    pub(super) fn timer(&mut self, now: Instant) -> Option<Instant> {
+    /// that are queued. Until then, further calls return `None`.
+    pub(super) fn arm_timer(&mut self, now: Instant) -> Option<Instant> {
         if self.has_timer || !self.jobs.needs_worker() {
             return None;
         }
@@ -195,7 +195,7 @@ impl NodeQueue {
             let starts = self.jobs.start();
             return self.sending(starts);
         }
-        match self.timer(now) {
+        match self.arm_timer(now) {
             Some(time) => Sending::At {
                 time,
                 queue_number: self.number,

@@ -203,7 +203,7 @@ impl Worker {
         self.counted = false;
         let (task, next) = oneshot::channel();
         queue.idle.push(task);
-        let timer = queue.timer(now);
+        let timer = queue.arm_timer(now);
         drop(queues);
         if let (Some(time), Ok(runtime)) = (timer, Handle::try_current()) {
             self.inner
