@@ -365,7 +365,6 @@ impl StoreError {
     /// timeout, since `other` may be a mistake that the user can fix.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
-        // These say least about the cause.
         if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) {
             other
         } else {
@@ -390,7 +389,10 @@ const SERVER: &str = "the server";
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // These causes contain their own advice, which replaces the general one.
-        let cause = self.cause.as_ref().filter(|_| self.shows_cause());
+        let cause = match &self.cause {
+            Some(cause) if self.shows_cause() => Some(cause),
+            _ => None,
+        };
         let text = match (self.kind, cause) {
             (ErrorKind::Configuration, Some(_)) => "invalid store configuration: ",
             (ErrorKind::Refused, Some(_)) => "the server rejected the command: ",

@@ -33,6 +33,7 @@ macro_rules! settings {
         redis { $($redis:tt)* }
         { $($after:tt)* }
     ) => {
+        // In three lists, since a macro cannot select some items of one: the first type has all, the second some.
         settings!(@all $(#[$attribute])* { $($before)* $($redis)* $($after)* });
         settings!(@redis { $($redis)* });
     };

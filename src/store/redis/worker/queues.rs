@@ -4,6 +4,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::convert::Infallible;
 use std::future::Future;
+use std::mem;
 use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -421,10 +422,13 @@ impl<J> JobQueue<J> {
         let before = to.len();
         let mut room = Room::of(max);
         // First, since they are older than all others: the checks of a caller must stay in order.
-        let freed = self
-            .held
-            .extract_if(.., |job| !is_held(job) && room.try_add(weight(job)));
-        to.extend(freed);
+        for job in mem::take(&mut self.held) {
+            if !is_held(&job) && room.try_add(weight(&job)) {
+                to.push(job);
+            } else {
+                self.held.push(job);
+            }
+        }
         while let Some(job) = self.jobs.front() {
             if is_held(job) {
                 self.held.extend(self.jobs.pop_front());

@@ -309,12 +309,15 @@ impl SharedStore {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
         let partition = self.topology.partition(check.key());
-        let caller = *check.key();
-        let gives_room = check.gives_room();
+        let giver = if check.gives_room() {
+            Some(*check.key())
+        } else {
+            None
+        };
         match self.enqueue(check, partition) {
             Ok(future) => {
                 // After it is queued: a denial of a check that is queued before it must not be cached.
-                if gives_room {
+                if let Some(caller) = giver {
                     self.denials.forget(&caller);
                 }
                 Answer::pending(future)
