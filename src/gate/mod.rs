@@ -262,6 +262,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.turn = Turn::OnlyIfRepeated;
             check = check.peeking();
         }
+        // Before the check is sent: a request that is dropped before the reply must release its slot.
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self.answered(request, question, answer, grant),
@@ -456,6 +457,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         answer: Result<Decision, StoreError>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
+        // Usually there is no observer, and the default one needs denials and errors only.
         if self.notifier.is_notified(&answer) {
             let Question {
                 key, cost, since, ..
@@ -478,6 +480,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if question.slot.is_some() {
             grant.slot = question.slot.take();
         }
+        // With a charge, the slot is held as long as the charge, which the handler may clone.
         if self.settles() {
             let reserved = match &grant.decision {
                 Some(decision) => question.reserved(charged, decision),
@@ -565,6 +568,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
 impl<R: 'static> Selector<R> {
     pub(crate) fn new(selector: impl PolicySelector<R>) -> Self {
+        // Fixed policies cost a request neither a virtual call nor a clone.
         match selector.fixed() {
             Some(policies) => Self::Fixed(policies),
             None => Self::ByRequest(Arc::new(selector)),

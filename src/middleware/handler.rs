@@ -20,6 +20,7 @@ impl<S: Sync> FromRequestParts<S> for RequestCost {
     type Rejection = Response;
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Response> {
+        // One for the process: an extractor has no state.
         static NOTIFIER: LazyLock<Notifier> = LazyLock::new(Notifier::default);
         if let Some(cost) = request.extensions.get::<Self>() {
             return Ok(cost.clone());

@@ -260,6 +260,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
             // Clones of the layer keep their settings.
             Err(shared) => shared.config.clone(),
         };
+        // Another layer with its own mistakes: reports of the former one must not silence these.
         config.gate.notifier = config.gate.notifier.with_fresh_limits();
         LimitLayer::with_config(extractor, change(config))
     }

@@ -189,6 +189,7 @@ impl Routes {
         };
         insert(&mut patterns.exact, pattern, self.routes.len())?;
         let folded = folded(pattern);
+        // An exemption applies to the exact letter case only.
         if selector.is_some() {
             self.has_folded |= folded != pattern;
             // An earlier pattern may be equal in lower case: then this one has its own spelling only.

@@ -42,6 +42,7 @@ impl<'de> Visitor<'de> for StoreTable {
         let mut config = StoreConfig::default();
         let mut names = vec![];
         while let Some(SettingName(name)) = map.next_key()? {
+            // As in derived code: some formats pass a repeated name on.
             if names.contains(&name) {
                 return Err(A::Error::duplicate_field(name));
             }

@@ -73,6 +73,7 @@ impl Setting for ClientIp {
             (Some(_), Some(_), Some(_)) => Err(D::Error::custom(
                 "`trust` and `hops` are both set: remove one",
             )),
+            // Without this error, `trust` or `hops` would have no effect.
             (None, ..) => Err(D::Error::custom(
                 "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`",
             )),

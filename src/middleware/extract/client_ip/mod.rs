@@ -286,6 +286,7 @@ impl Forwarding {
     /// client's are never parsed.
     fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<Peer>>) -> Peer {
         match &self.trust {
+            // A hop without an address takes its place in the count, or a client could move the entry that counts.
             Trust::Hops(hops) => {
                 let mut client = peer;
                 for hop in entries.take(hops.get().into()).flatten() {

@@ -199,6 +199,7 @@ impl Tiers {
         mut self,
         callers: impl IntoIterator<Item = (Key, impl Into<Policies>)>,
     ) -> Self {
+        // A clone of these tiers keeps its callers.
         let own = Arc::make_mut(&mut self.callers);
         for (key, policies) in callers {
             own.insert(key, Some(policies.into()));

@@ -306,6 +306,7 @@ impl Plan {
 
 impl ScriptCall {
     pub(crate) fn clear(&mut self) {
+        // By name, so that a new field cannot be left out: it would reach the next call.
         let Self {
             keys,
             ends,
@@ -342,6 +343,7 @@ impl ScriptCall {
     pub(crate) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
+        // The script decides equal checks one after the other. So no key occurs twice in a run of takes.
         let joins = matches!(
             check.mode(),
             Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
