@@ -10,7 +10,7 @@ use tower_service::Service;
 
 use super::layer::{Config, ServiceSettings};
 use super::protocol::{Protocol, Serve};
-use crate::gate::{Admission, Grant, KeyExtractor, Pending, Refusal};
+use crate::gate::{Admission, Admitted, Grant, KeyExtractor, Pending, Refusal};
 use crate::middleware::take_ready;
 use crate::store::Store;
 use crate::util::polled_after_completion;
@@ -195,6 +195,29 @@ where
     S: Store,
     P: Serve<T, Req>,
 {
+    #[inline]
+    fn decided(
+        request: HeldRequest<T, S, P, P::Body>,
+        admitted: Admitted,
+        mut grant: Grant<S::Future>,
+    ) -> Self {
+        let HeldRequest {
+            config,
+            mut inner,
+            mut head,
+            body,
+        } = request;
+        let notifier = &config.gate.notifier;
+        match admitted {
+            Ok(()) => Self::Calling {
+                noted: config.protocol.note(notifier, &mut head, &mut grant),
+                response: inner.call(P::join(head, body)),
+                grant,
+            },
+            Err(refusal) => Self::refused(&config, &head, refusal),
+        }
+    }
+
     fn refused(config: &Config<S, P>, head: &P::Head, refusal: Refusal) -> Self {
         Self::Answered {
             result: Some(config.protocol.refuse(&config.gate.notifier, head, refusal)),
@@ -216,40 +239,23 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, held } => {
-                    let Some(HeldRequest {
+                    let Some(request) = held else {
+                        polled_after_completion(P::FUTURE);
+                    };
+                    let HeldRequest {
                         config,
                         inner,
                         head,
                         ..
-                    }) = held
-                    else {
-                        polled_after_completion(P::FUTURE);
-                    };
+                    } = request;
                     let mut grant = Grant::default();
                     let polled = pending.poll(cx, &config.gate, head, &mut grant, inner);
                     let admitted = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
-                    let Some(HeldRequest {
-                        config,
-                        mut inner,
-                        mut head,
-                        body,
-                    }) = held.take()
-                    else {
+                    let Some(decided) = held.take() else {
                         polled_after_completion(P::FUTURE);
                     };
-                    match admitted {
-                        Ok(()) => State::Calling {
-                            noted: config.protocol.note(
-                                &config.gate.notifier,
-                                &mut head,
-                                &mut grant,
-                            ),
-                            response: inner.call(P::join(head, body)),
-                            grant,
-                        },
-                        Err(refusal) => State::refused(&config, &head, refusal),
-                    }
+                    State::decided(decided, admitted, grant)
                 }
                 StateProj::Calling {
                     response,

@@ -200,21 +200,24 @@ impl Plan {
         let ticks = self.ticks_under(policy);
         // A level after the take, if that is the only one and was charged. Otherwise -1 minus the level before the first.
         let was_charged = level >= 0;
-        let mut before = if was_charged {
+        let before_first = if was_charged {
             level - ticks
         } else {
             -1 - level
         };
-        let fits = ticks > 0 && before + ticks <= full;
+        let fits = ticks > 0 && before_first + ticks <= full;
         let is_only_grant = fits && times == 1;
-        let is_exact = EXACT.contains(&at) && EXACT.contains(&before);
+        let is_exact = EXACT.contains(&at) && EXACT.contains(&before_first);
         if !is_exact || was_charged != is_only_grant {
             return Err(protocol());
         }
-        if fits && earlier > 0 {
-            // The earlier takes were granted as long as they fit.
-            before += ticks * earlier.min((full - before) / ticks);
-        }
+        // The earlier takes were granted as long as they fit.
+        let granted_before = if fits && earlier > 0 {
+            earlier.min((full - before_first) / ticks)
+        } else {
+            0
+        };
+        let before = before_first + ticks * granted_before;
         let Some(mut state) = State::of_level(policy.kind(), at, before) else {
             return Err(protocol());
         };
