@@ -404,6 +404,7 @@ impl RedisStoreBuilder {
         if let Some(prefix) = servers.take_prefix() {
             settings.prefix = prefix;
         }
+        // A brace would become the hash tag of all keys, and `*` a wildcard of a scan.
         if !is_name(&settings.prefix, b"-_./:") {
             let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
             return Err(ConfigError::invalid("key prefix", &settings.prefix, fix));
