@@ -9,7 +9,7 @@ use tokio::time::sleep;
 use tower_redis_ratelimit::check::Source;
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{Credentials, ErrorKind, RedisStoreBuilder, Store, StoreError};
-use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
+use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 
 use crate::rotation::Rotation;
 use crate::support::{RedisServer, assert_helpful, check, until};
@@ -215,7 +215,7 @@ async fn connections_outlive_a_closure_that_fails() {
     }
 }
 
-/// A server that does not know the new user keeps the connection, and the batch behind it is decided.
+/// A server that does not know the new user keeps the connection until its next check is decided.
 #[tokio::test]
 async fn rejected_credentials_lose_no_check() {
     let server = server_with("hunter2").await;
@@ -229,16 +229,24 @@ async fn rejected_credentials_lose_no_check() {
         async move { Ok(Credentials::new(user, "hunter2").valid_for(Duration::from_secs(1))) }
     });
     let store = store.connect().await.unwrap();
+    let mut charged = 0;
     until("it is called again", async || {
-        let decision = store.check(check("ann", "10000/s")).await;
-        if let Err(error) = decision {
-            assert_helpful(&error, ErrorKind::Authentication, "check what the closure");
-            assert!(error.is_not_sent(), "{error:?}");
+        let decision = store.check(check("ann", "1000000/100d")).await;
+        match decision {
+            Ok(_) => charged += 1,
+            Err(error) => {
+                assert_helpful(&error, ErrorKind::Authentication, "check what the closure");
+                assert!(error.is_not_sent(), "{error:?}");
+            }
         }
         calls.load(SeqCst) > 2
     })
     .await;
+    let log: Vec<redis::Value> = server.command("ACL LOG").await;
+    assert!(!log.is_empty(), "the server has rejected it");
     until("it decides", async || decides(&store).await).await;
+    let last = store.check(check("ann", "1000000/100d")).await.unwrap();
+    assert_eq!(last.remaining(), 999_999 - charged);
 }
 
 #[tokio::test]

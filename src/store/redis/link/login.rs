@@ -388,3 +388,190 @@ impl LoggedIn {
         self.login.rejection()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::thread;
+
+    use futures_util::future::join_all;
+    use tokio::runtime::{Builder, Runtime};
+    use tokio::time::{advance, sleep};
+
+    use super::*;
+
+    const TIME: Duration = Duration::from_secs(20);
+
+    impl Login {
+        /// Calls the source, and waits for the end of the call.
+        pub(crate) async fn renew_now(self: &Arc<Self>) {
+            let mut calls = self.calls();
+            let now = instant();
+            assert!(lock(&self.state).begin(now, self.patience));
+            self.call(now);
+            calls.changed().await.unwrap();
+        }
+    }
+
+    /// A login whose source returns its number of calls as the password.
+    fn counting(validity: Option<Duration>) -> Arc<Login> {
+        let calls = AtomicUsize::new(0);
+        let source = CredentialSource::closure(move || {
+            let number = calls.fetch_add(1, SeqCst) + 1;
+            async move {
+                let credentials = Credentials::new("", number.to_string());
+                Ok(match validity {
+                    Some(validity) => credentials.valid_for(validity),
+                    None => credentials,
+                })
+            }
+        });
+        Login::new(source, "", TIME)
+    }
+
+    /// Returns the number of the call that a new connection uses.
+    async fn number(login: &Arc<Login>) -> usize {
+        let issued = login.credentials().await.unwrap();
+        issued.credentials.password().parse().unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_begin_a_second_apart() {
+        let login = counting(None);
+        assert_eq!(number(&login).await, 1);
+        for _ in 0..3 {
+            assert_eq!(number(&login).await, 1);
+        }
+        advance(MIN_INTERVAL).await;
+        assert_eq!(number(&login).await, 2, "each connection calls it");
+        login.credentials().await.unwrap().reject();
+        assert_eq!(number(&login).await, 2, "it was called just now");
+        advance(MIN_INTERVAL).await;
+        assert_eq!(number(&login).await, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn valid_credentials_are_kept_unless_rejected() {
+        let login = counting(Some(TIME));
+        assert_eq!(number(&login).await, 1);
+        advance(TIME - Duration::from_millis(1)).await;
+        assert_eq!(number(&login).await, 1);
+        advance(Duration::from_millis(1)).await;
+        assert_eq!(number(&login).await, 2);
+        advance(MIN_INTERVAL).await;
+        login.credentials().await.unwrap().reject();
+        assert_eq!(number(&login).await, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_fifth_before_their_end_they_are_renewed() {
+        let login = counting(Some(TIME));
+        assert_eq!(number(&login).await, 1);
+        let since = instant();
+        let mut calls = login.calls();
+        // Begins the call, and waits for its end.
+        for _ in 0..2 {
+            login.renew(&mut calls).await;
+        }
+        assert_eq!(number(&login).await, 2);
+        let after = since.elapsed();
+        assert!(after >= TIME * 4 / 5, "{after:?}");
+        assert!(
+            after < TIME * 4 / 5 + Duration::from_millis(10),
+            "{after:?}"
+        );
+    }
+
+    fn runtime() -> Runtime {
+        Builder::new_current_thread().enable_all().build().unwrap()
+    }
+
+    /// Waiters on several runtimes share a call.
+    #[test]
+    fn one_call_runs_for_all_runtimes() {
+        let made = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&made);
+        let source = CredentialSource::closure(move || {
+            let count = Arc::clone(&count);
+            async move {
+                count.fetch_add(1, SeqCst);
+                sleep(Duration::from_millis(200)).await;
+                Ok(Credentials::new("", "hunter2"))
+            }
+        });
+        let login = Login::new(source, "", TIME);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    runtime().block_on(async {
+                        let waiters = (0..8).map(|_| login.credentials());
+                        for issued in join_all(waiters).await {
+                            issued.unwrap();
+                        }
+                    });
+                });
+            }
+        });
+        assert_eq!(made.load(SeqCst), 1);
+    }
+
+    /// A runtime that shuts down during a call takes it along.
+    #[test]
+    fn a_call_outlives_no_runtime() {
+        let calls = AtomicUsize::new(0);
+        let source = CredentialSource::closure(move || {
+            let hangs = calls.fetch_add(1, SeqCst) == 0;
+            async move {
+                if hangs {
+                    pending::<()>().await;
+                }
+                Ok(Credentials::new("", "hunter2"))
+            }
+        });
+        let login = Login::new(source, "", TIME);
+        let (first, second) = (runtime(), runtime());
+        first.block_on(async {
+            assert!(login.credentials().now_or_never().is_none());
+            tokio::task::yield_now().await;
+        });
+        drop(first);
+        second.block_on(async {
+            login.credentials().await.unwrap();
+        });
+    }
+
+    /// A runtime that stalls keeps the others waiting for twice the time of a call at most.
+    #[tokio::test(start_paused = true)]
+    async fn a_stalled_call_is_replaced() {
+        let login = counting(None);
+        let now = instant();
+        assert!(lock(&login.state).begin(now, login.patience));
+        assert!(login.credentials().now_or_never().is_none());
+        advance(login.patience * 2).await;
+        assert_eq!(number(&login).await, 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_renewal_is_reported_once() {
+        let calls = AtomicUsize::new(0);
+        let source = CredentialSource::closure(move || {
+            let fails = calls.fetch_add(1, SeqCst) > 0;
+            async move {
+                if fails {
+                    return Err("the vault is sealed".into());
+                }
+                Ok(Credentials::new("", "hunter2").valid_for(MIN_INTERVAL))
+            }
+        });
+        let login = Login::new(source, "", TIME);
+        login.credentials().await.unwrap();
+        assert!(login.take_failure().is_none());
+        advance(MIN_INTERVAL).await;
+        login.credentials().await.unwrap();
+        let error = login.take_failure().unwrap();
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert_eq!(cause, "the vault is sealed");
+        assert!(login.take_failure().is_none());
+    }
+}
