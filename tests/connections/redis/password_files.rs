@@ -175,8 +175,11 @@ async fn settings_name_a_file() {
     assert!(!text.contains("hunter2"), "{text}");
 
     for (url, problem) in [
-        ("redis://limiter:hunter2@a/", "remove that of the URL"),
-        ("redis://:hunter2@a/", "remove that of the URL"),
+        (
+            "redis://limiter:hunter2@a/",
+            "remove the password from the URL",
+        ),
+        ("redis://:hunter2@a/", "remove the password from the URL"),
         ("redis://limiter@a/?password_file=/run/b", "two sources"),
     ] {
         config.url = Some(url.to_owned());
@@ -204,15 +207,15 @@ fn every_url_may_name_a_file() {
     for (url, problem) in [
         (
             "redis+sentinel://:hunter2@a/m?password_file=b",
-            "remove that of the URL",
+            "remove the password from the URL",
         ),
         (
             "redis+sentinel://a/m?sentinel_password=hunter2&sentinel_password_file=b",
-            "remove that of the URL",
+            "remove the password from the URL",
         ),
         (
             "redis+cluster://u:hunter2@a?password_file=b",
-            "remove that of the URL",
+            "remove the password from the URL",
         ),
         ("redis://a?sentinel_password_file=b", "is unknown"),
         // A password with a question mark.

@@ -5,8 +5,8 @@
 //!
 //! Redis keeps a connection authenticated when a password changes, but drops it with its user, and some managed services
 //! drop it when its token expires. So each connection sends `AUTH` in front of its next batch once there are newer
-//! credentials, and the pool does so for idle ones. A server that rejects `AUTH` leaves the connection as it was, so the
-//! batch behind it is decided.
+//! credentials, and the pool does so for idle ones. A server that rejects `AUTH` keeps the former login, and
+//! decides the batch behind it.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -59,7 +59,7 @@ struct LoginState {
     renew_at: Option<Instant>,
     /// The time until which a new connection may use the newest credentials without a call.
     expires_at: Option<Instant>,
-    /// The error of a renewal that nobody has reported yet.
+    /// The error of a failed renewal, until it is reported.
     unreported: Option<StoreError>,
 }
 
@@ -69,7 +69,7 @@ struct LastCall {
     error: Option<StoreError>,
 }
 
-/// What a new connection does next.
+/// The next step of a new connection.
 enum LoginStep {
     Use(Arc<Issued>),
     Fail(StoreError),
@@ -94,8 +94,8 @@ impl Login {
         })
     }
 
-    /// Returns the credentials of a new connection. Those that a server has rejected are returned too, if the source has
-    /// no others: another server may accept them.
+    /// Returns the credentials of a new connection. Rejected ones are returned too, if the source has no others: another
+    /// server may accept them.
     ///
     /// # Errors
     ///
@@ -113,7 +113,7 @@ impl Login {
         }
     }
 
-    /// What a connection does that has waited for credentials `since` this time. Begins a call if one is needed.
+    /// Returns the next step of a connection that waits for credentials `since` this time. Begins a call if one is needed.
     fn next(self: &Arc<Self>, since: Instant) -> LoginStep {
         let now = instant();
         let newest = self.newest.borrow().clone();
@@ -143,7 +143,7 @@ impl Login {
         LoginStep::Wait
     }
 
-    /// Waits for the end of a call, or until the credentials are to be renewed, which it then begins.
+    /// Waits for the end of a call, or for the time of a renewal, which it then begins.
     pub(crate) async fn renew(self: &Arc<Self>, calls: &mut LoginCalls) {
         let due = {
             let state = lock(&self.state);
@@ -359,7 +359,7 @@ pub(crate) struct LoggedIn {
 
 impl LoggedIn {
     pub(super) fn new(login: &Arc<Login>, with: Arc<Issued>) -> Self {
-        // Whatever was issued since `with` counts as newer.
+        // Newer credentials may have been issued since.
         let mut calls = login.calls();
         calls.mark_changed();
         Self {
@@ -369,7 +369,7 @@ impl LoggedIn {
         }
     }
 
-    /// Returns the command that authenticates the connection anew, if there are newer credentials.
+    /// Returns the command that sends newer credentials, if there are any.
     pub(super) fn due(&mut self) -> Option<Cmd> {
         if !self.calls.has_changed().unwrap_or(false) {
             return None;
@@ -446,7 +446,7 @@ mod tests {
         advance(MIN_INTERVAL).await;
         assert_eq!(number(&login).await, 2, "each connection calls it");
         login.credentials().await.unwrap().reject();
-        assert_eq!(number(&login).await, 2, "it was called just now");
+        assert_eq!(number(&login).await, 2, "too early for another call");
         advance(MIN_INTERVAL).await;
         assert_eq!(number(&login).await, 3);
     }

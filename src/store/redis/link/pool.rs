@@ -576,8 +576,8 @@ impl Connection {
         replies_within(time, pin!(asking)).await
     }
 
-    /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies. Newer credentials go first, in
-    /// the same write.
+    /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
+    /// Newer credentials are sent before them, in the same write.
     async fn send(
         &mut self,
         mut commands: SmallVec<[(bool, Cmd); 1]>,
