@@ -89,7 +89,7 @@ pub struct StoreError {
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
     /// The message, if it is not that of the kind.
-    message: Option<&'static str>,
+    message: Option<Cow<'static, str>>,
     /// Whether the error concerns a single check, and not the store.
     check_only: bool,
     /// Whether the check was certainly not sent, and therefore not charged.
@@ -262,9 +262,9 @@ impl StoreError {
 
     /// Replaces the message of the kind.
     #[must_use]
-    pub(crate) fn with_message(self, message: &'static str) -> Self {
+    pub(crate) fn with_message(self, message: impl Into<Cow<'static, str>>) -> Self {
         Self {
-            message: Some(message),
+            message: Some(message.into()),
             ..self
         }
     }
@@ -273,7 +273,10 @@ impl StoreError {
     fn shows_cause(&self) -> bool {
         match self.kind {
             ErrorKind::Configuration | ErrorKind::Refused => true,
-            _ => self.message.is_some_and(|message| message.ends_with(": ")),
+            _ => self
+                .message
+                .as_deref()
+                .is_some_and(|message| message.ends_with(": ")),
         }
     }
 
@@ -373,7 +376,7 @@ impl fmt::Display for StoreError {
         let text = match (self.kind, cause) {
             (ErrorKind::Configuration, Some(_)) => "invalid store configuration: ",
             (ErrorKind::Refused, Some(_)) => "the server rejected the command: ",
-            (kind, _) => self.message.unwrap_or(kind.advice()),
+            (kind, _) => self.message.as_deref().unwrap_or(kind.advice()),
         };
         match (&self.server, text.split_once(SERVER)) {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,

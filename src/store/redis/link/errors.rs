@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::tls;
 use crate::error::{ErrorKind, StoreError};
+use crate::store::redis::script::no_command;
 use crate::util::patient;
 use futures_util::FutureExt;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
@@ -12,8 +13,17 @@ use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, Serv
 const NO_LOGIN: &str = "the server requires a password: add it to the URL, as in `redis://:password@host/`, or \
                         `redis://user:password@host/`; that of sentinels as `?sentinel_password=password`";
 
+/// The commands whose absence ends a script. It reports the absence of others itself.
+const CALLED: &str = "`TIME` (or, for `RedisStore::announce`, `ZREMRANGEBYSCORE`, `ZADD`, `ZCARD` or `PEXPIRE`; in a \
+                      Redis Cluster, `MGET` or `SET`)";
+
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
+    let detail = error.detail().unwrap_or_default();
+    if detail.contains("command called from") {
+        // A script of checks calls `TIME` before any write.
+        return no_command(CALLED).not_sent();
+    }
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
         // The connection ended in the middle of a reply.
@@ -39,7 +49,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
             Some("WRONGPASS") => ErrorKind::Authentication,
             Some("NOPERM") => ErrorKind::Permission,
             _ if lacks_login(error) => ErrorKind::Authentication,
-            _ => match error.detail().unwrap_or_default() {
+            _ => match detail {
                 // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
                 detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
                 detail if detail.contains("can't run this command") => ErrorKind::Permission,
@@ -48,11 +58,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         },
     };
     let mut reason = message(error);
-    if kind == ErrorKind::Refused
-        && error
-            .detail()
-            .is_some_and(|text| text.contains("unknown command"))
-    {
+    if kind == ErrorKind::Refused && detail.contains("unknown command") {
         reason += ", which `RedisStore` needs: enable it; for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`";
     }
     let mut result = StoreError::explained(kind, reason);

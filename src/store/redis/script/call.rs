@@ -6,7 +6,7 @@ use std::slice;
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
-use super::{CHECK, Call, Script, TAKE, TAKES, wire};
+use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
@@ -770,17 +770,24 @@ fn failure(problem: i64) -> StoreError {
         wire::OUT_OF_MEMORY => StoreError::new(ErrorKind::OutOfMemory).not_sent(),
         wire::READ_ONLY => StoreError::new(ErrorKind::ReadOnly).not_sent(),
         wire::NO_PERMISSION => StoreError::new(ErrorKind::Permission).check_only(),
-        _ => match missing_right(problem) {
-            Some(right) => {
-                let reason = format!("the right `+{right}` is missing");
-                StoreError::explained(ErrorKind::Permission, reason).check_only()
+        _ => {
+            if let Some(right) = right_of(problem, wire::NO_COMMAND) {
+                let command = format!("`{}`", right.to_uppercase());
+                return no_command(&command).check_only();
             }
-            None => protocol(),
-        },
+            match right_of(problem, wire::NO_PERMISSION) {
+                Some(right) => {
+                    let reason = format!("the right `+{right}` is missing");
+                    StoreError::explained(ErrorKind::Permission, reason).check_only()
+                }
+                None => protocol(),
+            }
+        }
     }
 }
 
-fn missing_right(problem: i64) -> Option<&'static str> {
-    let place = wire::NO_PERMISSION - problem - 1;
-    wire::RIGHTS.get(usize::try_from(place).ok()?).copied()
+/// Returns the right that a problem is about, of those that count down from `first`.
+fn right_of(problem: i64, first: i64) -> Option<&'static str> {
+    let place = usize::try_from(first - problem - 1).ok()?;
+    wire::RIGHTS.get(place).copied()
 }

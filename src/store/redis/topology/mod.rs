@@ -117,48 +117,62 @@ impl Topology {
     /// Returns the partition of a caller. Only checks of the same partition share a script call.
     #[inline]
     pub(super) fn partition(&self, key: &Key) -> u16 {
-        self.cluster().map_or(0, |cluster| cluster.partition(key))
+        match self.cluster() {
+            Some(cluster) => cluster.partition(key),
+            None => 0,
+        }
     }
 
     pub(super) fn partitions(&self) -> usize {
-        self.cluster().map_or(1, |cluster| cluster.partitions())
+        match self.cluster() {
+            Some(cluster) => cluster.partitions(),
+            None => 1,
+        }
     }
 
     /// Returns the node with the keys of this partition. `None` until a node has reported it.
     #[inline]
     pub(super) fn node(&self, partition: u16) -> Option<Node> {
-        self.cluster()
-            .map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
+        match self.cluster() {
+            Some(cluster) => cluster.node(partition),
+            None => Some(Node::ONLY),
+        }
     }
 
     /// Returns the error of a check whose partition has no known node.
     pub(super) fn no_master(&self) -> StoreError {
-        self.cluster().map_or_else(
-            || StoreError::new(ErrorKind::NotReady),
-            |cluster| cluster.no_master(),
-        )
+        match self.cluster() {
+            Some(cluster) => cluster.no_master(),
+            None => StoreError::new(ErrorKind::NotReady),
+        }
     }
 
     /// Returns the nodes with callers' keys. `None` while one of them is unknown.
     pub(super) fn masters(&self) -> Option<Vec<Node>> {
-        self.cluster()
-            .map_or_else(|| Some(vec![Node::ONLY]), |cluster| cluster.masters())
+        match self.cluster() {
+            Some(cluster) => cluster.masters(),
+            None => Some(vec![Node::ONLY]),
+        }
     }
 
     /// Returns the prefixes of the keys of counts, up to the caller.
     pub(super) fn prefixes(&self, prefix: &str) -> Vec<String> {
-        match self.cluster() {
-            None => vec![prefix.to_owned()],
-            Some(cluster) => (0..cluster.partitions())
-                .map(|of| cluster.prefix(of as u16).to_owned())
-                .collect(),
+        let Some(cluster) = self.cluster() else {
+            return vec![prefix.to_owned()];
+        };
+        let mut prefixes = vec![];
+        for partition in 0..cluster.partitions() {
+            prefixes.push(cluster.prefix(partition as u16).to_owned());
         }
+        prefixes
     }
 
     /// Returns the node with the keys that belong to no partition.
     pub(super) fn shared_node(&self) -> Option<Node> {
-        self.cluster()
-            .map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
+        match self.cluster() {
+            Some(cluster) => cluster.shared_node(),
+            None => Some(Node::ONLY),
+        }
     }
 
     /// Returns the address of a node, or of all nodes, for errors: without user and password.
