@@ -613,6 +613,9 @@ mod tests {
             RedisStore::builder(url).prefix("a b"),
             RedisStore::builder(url).timeout(Duration::ZERO),
             RedisStore::builder(url).partitions(partitions),
+            RedisStore::builder("redis://:a@b").password_file("c"),
+            RedisStore::builder("redis://a/?password_file=b").password_file("c"),
+            RedisStore::builder(url).sentinel_password_file("c"),
         ] {
             assert_names_fix(builder.connect_lazy().unwrap_err());
         }

@@ -192,6 +192,14 @@ settings! {
         /// The URL of Redis, as for [`RedisStore::connect`](super::RedisStore::connect). Defaults to none.
         #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
         url: Option<String> = None;
+        /// Path of a file with the password of the servers; see
+        /// [`RedisStoreBuilder::password_file`](super::RedisStoreBuilder::password_file). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        password_file: Option<PathBuf> = None;
+        /// Path of a file with the password of the sentinels; see
+        /// [`RedisStoreBuilder::sentinel_password_file`](super::RedisStoreBuilder::sentinel_password_file). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        sentinel_password_file: Option<PathBuf> = None;
         /// Path of a PEM file with the CA certificates to trust exclusively. Defaults to none: the CAs
         /// that this machine trusts or, with the feature `tls-webpki-roots`, Mozilla's.
         ///

@@ -647,7 +647,7 @@ impl Watch {
     }
 }
 
-/// Renews the credentials of a store, and those of the idle connections of a pool.
+/// Renews the credentials of a store, and sends them over the idle connections of a pool.
 struct Renewal {
     inner: Weak<SharedStore>,
     login: Arc<Login>,
