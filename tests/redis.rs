@@ -29,6 +29,7 @@ mod connections {
     mod redis {
         mod backoff;
         mod budget;
+        mod names;
         mod paths;
         mod runtimes;
         mod urls;
@@ -56,6 +57,7 @@ mod errors {
         mod connect;
         mod forbidden;
         mod partial;
+        mod reasons;
         #[cfg(feature = "tracing")]
         mod texts;
     }

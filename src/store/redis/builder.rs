@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::link::Tls;
+use super::link::{Tls, check_client_name};
 use super::servers::{Server, Servers};
 use super::topology::Topology;
 use super::topology::cluster::Cluster;
@@ -233,6 +233,23 @@ impl RedisStoreBuilder {
         self
     }
 
+    /// Sets the name of the store's connections in `CLIENT LIST`: ASCII letters, digits and punctuation, without blanks.
+    /// Defaults to the name and version of this crate, which Redis 7.2 and later also show as `lib-name` and `lib-ver`.
+    ///
+    /// It is sent with the login, and costs no round trip. A user who lacks the right to it (`+client|setname`) has
+    /// connections without a name.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis://127.0.0.1/").client_name("shop-api").connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn client_name(mut self, name: impl Into<String>) -> Self {
+        self.settings.client_name = Some(name.into());
+        self
+    }
+
     /// Sets how many checks of a runtime may wait to be sent; one more fails immediately. Defaults
     /// to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
@@ -308,7 +325,7 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions, a
+    /// For an invalid URL, prefix, client name, certificate or server name; for more than 1,024 partitions, a
     /// timeout of zero or above the time to connect; for `rediss://` without the feature `tls`; and for TLS settings without
     /// `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
@@ -345,13 +362,10 @@ impl RedisStoreBuilder {
                 settings.partitions
             )));
         }
-        let topology = Topology::new(
-            servers.into_kind()?,
-            &settings.prefix,
-            settings.partitions.get(),
-            settings.time_to_connect(),
-            &tls,
-        )?;
+        if let Some(name) = &settings.client_name {
+            check_client_name(name)?;
+        }
+        let topology = Topology::new(servers.into_kind()?, &settings, &tls)?;
         Ok(RedisStore {
             inner: Arc::new(SharedStore::new(topology, settings, observer, now)),
         })

@@ -9,7 +9,6 @@ mod node;
 mod sentinel;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use redis::ConnectionInfo;
 
@@ -20,6 +19,7 @@ use self::sentinel::Sentinels;
 use super::link::{self, Connect, Dialer, Link, Times, Tls, kept_alive};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::limit::Key;
+use crate::store::config::RedisSettings;
 
 /// The servers that the application has named.
 #[derive(Clone)]
@@ -71,16 +71,18 @@ pub(super) struct NodeRoute {
 impl Topology {
     pub(super) fn new(
         mut servers: NamedServers,
-        prefix: &str,
-        partitions: usize,
-        time_to_connect: Duration,
+        settings: &RedisSettings,
         tls: &Tls,
     ) -> Result<Self, ConfigError> {
         for server in servers.all() {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
-        let dialer = || Dialer::new(time_to_connect, tls.server_name());
+        let time_to_connect = settings.time_to_connect();
+        let dialer = || {
+            let client_name = settings.client_name.clone();
+            Dialer::new(time_to_connect, tls.server_name(), client_name)
+        };
         Ok(match servers {
             NamedServers::Server(server) => Self::Server(Arc::new((*server, dialer()))),
             NamedServers::Sentinel {
@@ -96,7 +98,9 @@ impl Topology {
                 time_to_connect,
             ))),
             NamedServers::Cluster(seeds) => {
-                Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions)))
+                let partitions = settings.partitions.get();
+                let cluster = Cluster::new(seeds, dialer(), &settings.prefix, partitions);
+                Self::Cluster(Arc::new(cluster))
             }
         })
     }
