@@ -19,6 +19,7 @@ fn other() -> StoreConfig {
         client_key: None,
         server_name: None,
         prefix: "shop".to_owned(),
+        client_name: Some("shop".to_owned()),
         connections: number(3),
         timeout: Duration::from_millis(500),
         connect_timeout: Some(Duration::from_secs(3)),
