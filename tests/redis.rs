@@ -32,6 +32,8 @@ mod connections {
         mod backoff;
         mod budget;
         mod credentials;
+        #[cfg(unix)]
+        mod password_files;
         mod paths;
         mod runtimes;
         mod urls;

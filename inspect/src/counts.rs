@@ -550,7 +550,7 @@ mod tests {
 
     #[test]
     fn a_long_list_sorts_each_row_rarely() {
-        let policy = Policy::new("api", Strategy::Gcra, "10/min".parse().unwrap());
+        let policy = Policy::new("api", Strategy::Gcra, "10/min");
         let policies = Policies::from(policy.unwrap());
         let (max, added) = (20_000, 100_000);
         let compared = Cell::new(0_usize);
@@ -576,7 +576,7 @@ mod tests {
 
     #[test]
     fn equal_rows_are_sorted_by_caller() {
-        let policy = Policy::new("api", Strategy::Gcra, "10/min".parse().unwrap());
+        let policy = Policy::new("api", Strategy::Gcra, "10/min");
         let policies = Policies::from(policy.unwrap());
         let mut first = FirstRows::new(2, |_: &Row| 0.0);
         for number in [3, 1, 2, 1] {

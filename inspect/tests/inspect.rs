@@ -137,14 +137,14 @@ fn run(url: &str, args: &[&str]) -> Result<String, String> {
 }
 
 fn bucket(name: &str, quota: &str) -> Policy {
-    Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
+    Policy::new(name, Strategy::Gcra, quota).unwrap()
 }
 
 fn daily() -> Policy {
     Policy::new(
         "daily",
         Strategy::FixedWindow(Default::default()),
-        "3 per day".parse().unwrap(),
+        "3 per day",
     )
     .unwrap()
 }
@@ -333,11 +333,10 @@ async fn a_single_server_is_inspected() {
 async fn strategies_under_one_name_are_separate() {
     let server = RedisServer::start();
     let service = Service::new(&server.url());
-    let quota = "5/h".parse().unwrap();
     let names = ["gcra", "token-bucket", "leaky-bucket"];
     for strategy in names {
         let strategy = strategy.parse().unwrap();
-        let policy = Policy::new("api", strategy, quota).unwrap();
+        let policy = Policy::new("api", strategy, "5/h").unwrap();
         service.take(Key::new("ann"), &policy, 5).await;
     }
     for args in [&["limited"][..], &["caller", "ann"]] {
@@ -363,7 +362,7 @@ async fn plans_of_one_name_are_one_count() {
     let service = Service::new(&server.url());
     let window = |quota: &str| {
         let strategy = Strategy::FixedWindow(Default::default());
-        Policy::new("login", strategy, quota.parse().unwrap()).unwrap()
+        Policy::new("login", strategy, quota).unwrap()
     };
     service.take(Key::new("ann"), &window("500/h"), 9).await;
     let (_dir, file) = file(&format!(

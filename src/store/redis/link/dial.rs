@@ -62,7 +62,7 @@ impl Dialer {
         connection.map_err(|error| error.with_server(server.addr()))
     }
 
-    /// Opens a connection with the newest credentials. If the server rejects them, tries once more with newer ones.
+    /// Opens a connection with the newest credentials. If the server rejects them, uses newer ones.
     async fn log_in(
         &self,
         login: &Arc<Login>,

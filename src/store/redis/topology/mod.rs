@@ -83,6 +83,7 @@ impl Topology {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
+        // Two for sentinels and their master: each dialer learns whether its servers use TLS.
         let dialer = |login| Dialer::new(time_to_connect, tls.server_name()).with_login(login);
         Ok(match servers {
             NamedServers::Server(server) => {
@@ -188,6 +189,7 @@ impl Topology {
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {
             None => format!("{prefix}:{name}"),
+            // With the tag whose slot `shared_node` finds.
             Some(_) => format!("{prefix}:{{{}}}:{name}", cluster::SHARED),
         }
     }
