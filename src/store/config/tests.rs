@@ -81,6 +81,7 @@ fn every_setting_reaches_its_store() {
     let config = other();
     let expected = builder()
         .prefix("shop")
+        .client_name("shop")
         .connections(config.connections)
         .timeout(Duration::from_millis(500))
         .connect_timeout(Duration::from_secs(3))
