@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::error::StoreError;
 use crate::gate::Notifier;
 use crate::held_slots::InFlightTracker;
+use crate::leases::without_block;
 use crate::limit::{Check, Decision, IsPolicies, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
@@ -191,7 +192,7 @@ impl<S: Store> Limiter<S> {
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
         self.in_flight.ops().wake();
         let since = instant();
-        let check = Check::take(key, &self.policies, cost).reserving(true);
+        let check = without_block(Check::take(key, &self.policies, cost));
         let mut slot = self.in_flight.track(&check);
         let answer = self.send(check).await;
         if let Some(slot) = &mut slot {

@@ -218,7 +218,7 @@ impl Worker {
         let timeout = self.inner.settings.timeout;
         let is_late = |job: &mut Job| {
             let age = now.saturating_duration_since(job.since);
-            job.is_abandoned() || age > timeout && !job.check.is_in_fallback()
+            job.is_abandoned() || age > timeout && !job.check.sending().is_timed
         };
         for job in self.batch.jobs.extract_if(.., is_late) {
             let late = StoreError::new(ErrorKind::Timeout);
