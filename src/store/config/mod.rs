@@ -235,6 +235,10 @@ settings! {
             serde(skip_serializing_if = "Option::is_none", serialize_with = "formats::write_some_duration")
         )]
         connect_timeout: Option<Duration> = None;
+        /// See [`RedisStoreBuilder::client_name`](super::RedisStoreBuilder::client_name). Defaults to none: the name and
+        /// version of this crate.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        client_name: Option<String> = None;
         /// See [`RedisStoreBuilder::queue`](super::RedisStoreBuilder::queue). Defaults to 10,000.
         queue: NonZeroUsize = number(10_000);
         /// See [`RedisStoreBuilder::batch`](super::RedisStoreBuilder::batch). Defaults to 128.

@@ -806,7 +806,7 @@ fn failure(problem: i64) -> StoreError {
     }
 }
 
-/// Returns the right that a problem is about, of those that count down from `first`.
+/// Returns the n-th right of a problem numbered `first` - n.
 fn right_of(problem: i64, first: i64) -> Option<&'static str> {
     let place = usize::try_from(first - problem - 1).ok()?;
     Some(*wire::RIGHTS.get(place)?)
