@@ -176,6 +176,12 @@ impl Policies {
         &self.0.policies
     }
 
+    /// Returns the number of policies: 1 to [`MAX`](Self::MAX).
+    #[expect(clippy::len_without_is_empty, reason = "a list is never empty")]
+    pub fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+
     /// Iterates over the policies in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Policy> {
         self.as_slice().iter()
@@ -302,6 +308,20 @@ fn hash_of_each(policies: &[Policy], number: fn(&Policy) -> u64) -> u64 {
     hasher.finish()
 }
 
+/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`](crate::Limiter).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` are no policies",
+    label = "not a `Policy` or `Policies`",
+    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
+            `Limiter` with a clone of the store, which goes on counting",
+    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
+    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
+)]
+pub trait IsPolicies: Into<Policies> {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Into<Policies>> IsPolicies for T {}
+
 impl From<Policy> for Policies {
     fn from(policy: Policy) -> Self {
         Self::of(smallvec![policy])
@@ -328,6 +348,24 @@ impl<'a> IntoIterator for &'a Policies {
     }
 }
 
+impl IntoIterator for Policies {
+    type Item = Policy;
+    type IntoIter = std::vec::IntoIter<Policy>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.as_slice().to_vec().into_iter()
+    }
+}
+
+/// As [`new`](Policies::new).
+impl TryFrom<Vec<Policy>> for Policies {
+    type Error = ConfigError;
+
+    fn try_from(policies: Vec<Policy>) -> Result<Self, ConfigError> {
+        Self::new(policies)
+    }
+}
+
 impl fmt::Debug for Policies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self).finish()
@@ -342,8 +380,15 @@ impl PartialEq for Policies {
 
 impl Eq for Policies {}
 
+impl Hash for Policies {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.as_slice().hash(state);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
     use std::time::Duration;
 
     use super::*;
@@ -416,5 +461,16 @@ mod tests {
         assert_eq!(list.derived(|list| list.iter().len(), |len| *len), 1);
         assert_eq!(list.derived(|_| 2_usize, |len| *len), 1);
         assert_eq!(list.derived(|_| "another", |text| text.len()), 7);
+    }
+
+    #[test]
+    fn lists_are_collections() {
+        let both = vec![policy("one", 1), policy("two", 2)];
+        let list = Policies::try_from(both.clone()).unwrap();
+        assert_eq!(list.len(), 2);
+        assert_eq!(list.clone().into_iter().collect::<Vec<_>>(), both);
+        let again = Policies::new(both).unwrap();
+        assert_eq!(HashSet::from([list, again]).len(), 1);
+        assert!(Policies::try_from(vec![policy("one", 1), policy("one", 2)]).is_err());
     }
 }

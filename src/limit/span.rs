@@ -140,7 +140,7 @@ mod tests {
             (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
             (Strategy::Gcra, "100/s burst 200", "100/s+200"),
         ] {
-            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let policy = Policy::new("api", strategy, quota).unwrap();
             assert_eq!(policy.span(), span);
             let (kind, quota) = read(strategy.letter(), span).unwrap();
             let again = Policy::of_kind("api", kind, quota).unwrap();

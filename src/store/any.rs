@@ -316,9 +316,7 @@ mod tests {
     }
 
     fn policies(quota: &str) -> Policies {
-        Policy::new("test", Strategy::Gcra, quota.parse().unwrap())
-            .unwrap()
-            .into()
+        Policy::new("test", Strategy::Gcra, quota).unwrap().into()
     }
 
     #[test]

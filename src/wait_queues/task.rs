@@ -127,10 +127,11 @@ impl QueueTask {
             has_ended: false,
             queue_ref,
         };
-        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
+        let mut run: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
+        // A noop waker is enough: `spawn` polls it again, with the task's own.
         let mut context = Context::from_waker(Waker::noop());
-        if task.as_mut().poll(&mut context).is_pending() {
-            tokio::spawn(task);
+        if run.as_mut().poll(&mut context).is_pending() {
+            tokio::spawn(run);
         }
     }
 

@@ -6,8 +6,11 @@ mod command;
 mod compat;
 mod install;
 mod metadata;
+#[cfg(test)]
 mod names;
 mod ops;
+#[cfg(test)]
+mod order;
 mod outage;
 mod pages;
 mod screenshots;

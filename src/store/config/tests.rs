@@ -19,6 +19,7 @@ fn other() -> StoreConfig {
         client_key: None,
         server_name: None,
         prefix: "shop".to_owned(),
+        client_name: Some("shop".to_owned()),
         connections: number(3),
         timeout: Duration::from_millis(500),
         connect_timeout: Some(Duration::from_secs(3)),
@@ -80,6 +81,7 @@ fn every_setting_reaches_its_store() {
     let config = other();
     let expected = builder()
         .prefix("shop")
+        .client_name("shop")
         .connections(config.connections)
         .timeout(Duration::from_millis(500))
         .connect_timeout(Duration::from_secs(3))

@@ -10,7 +10,6 @@ mod node;
 mod sentinel;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use redis::ConnectionInfo;
 
@@ -22,6 +21,7 @@ use self::sentinel::Sentinels;
 use super::link::{self, Connect, Dialer, Link, Times, Tls, kept_alive};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::limit::Key;
+use crate::store::config::RedisSettings;
 
 /// The servers that the application has named.
 #[derive(Clone)]
@@ -73,9 +73,7 @@ pub(super) struct NodeRoute {
 impl Topology {
     pub(super) fn new(
         mut servers: NamedServers,
-        prefix: &str,
-        partitions: usize,
-        time_to_connect: Duration,
+        settings: &RedisSettings,
         tls: &Tls,
         logins: Logins,
     ) -> Result<Self, ConfigError> {
@@ -83,7 +81,12 @@ impl Topology {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
-        let dialer = |login| Dialer::new(time_to_connect, tls.server_name()).with_login(login);
+        let time_to_connect = settings.time_to_connect();
+        // Two for sentinels and their master: each dialer learns whether its servers use TLS.
+        let dialer = |login| {
+            let client_name = settings.client_name.clone();
+            Dialer::new(time_to_connect, tls.server_name(), client_name).with_login(login)
+        };
         Ok(match servers {
             NamedServers::Server(server) => {
                 Self::Server(Arc::new((*server, dialer(logins.servers))))
@@ -102,7 +105,9 @@ impl Topology {
             ))),
             NamedServers::Cluster(seeds) => {
                 let dialer = dialer(logins.servers);
-                Self::Cluster(Arc::new(Cluster::new(seeds, dialer, prefix, partitions)))
+                let partitions = settings.partitions.get();
+                let cluster = Cluster::new(seeds, dialer, &settings.prefix, partitions);
+                Self::Cluster(Arc::new(cluster))
             }
         })
     }
@@ -188,6 +193,7 @@ impl Topology {
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {
             None => format!("{prefix}:{name}"),
+            // With the tag whose slot `shared_node` finds.
             Some(_) => format!("{prefix}:{{{}}}:{name}", cluster::SHARED),
         }
     }

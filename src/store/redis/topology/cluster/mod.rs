@@ -246,7 +246,7 @@ mod tests {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         Cluster::new(
             vec![seed],
-            Dialer::new(Duration::from_secs(1), None),
+            Dialer::new(Duration::from_secs(1), None, None),
             "rl",
             1,
         )
@@ -351,7 +351,7 @@ mod tests {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         let cluster = Cluster::new(
             vec![seed],
-            Dialer::new(Duration::from_secs(1), None),
+            Dialer::new(Duration::from_secs(1), None, None),
             "rl",
             1_024,
         );

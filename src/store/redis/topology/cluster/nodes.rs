@@ -232,7 +232,7 @@ impl Nodes {
         Queried { address, slots }
     }
 
-    /// Returns the slot and the node to which the node `asked` redirects. `None` if the reply has no usable address.
+    /// Returns the slot and the node of a redirection. `None` if it has no usable address.
     fn redirection(&self, error: &RedisError, asked: Node) -> Option<(u16, Node)> {
         let (address, slot) = error.redirect_node()?;
         let (host, port) = address.rsplit_once(':')?;
