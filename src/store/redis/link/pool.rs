@@ -223,12 +223,15 @@ impl<C: Connect> Pool<C> {
         };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
+            // `find_working` examines each connection, also the spare one, and pings only those that were idle.
             .test_on_check_out(false)
+            // bb8 would keep the reason from the checkouts that wait, and ignore the pauses of `Backoff`.
             .retry_connection(false)
             // A checkout limits its time itself, and so does a connection.
             .connection_timeout(times.connect.saturating_mul(100))
-            // Disables bb8's background task.
+            // A check would have to wait until a closed connection is replaced.
             .idle_timeout(None)
+            // Newer credentials go over the open connection, so none is closed for its age.
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
