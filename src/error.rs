@@ -240,6 +240,17 @@ impl StoreError {
         }
     }
 
+    /// Creates an error of this kind with a cause of any type.
+    pub(crate) fn with_boxed_source(
+        kind: ErrorKind,
+        cause: Box<dyn std::error::Error + Send + Sync>,
+    ) -> Self {
+        Self {
+            cause: Some(cause.into()),
+            ..Self::new(kind)
+        }
+    }
+
     /// Creates an error of this kind with this reason, truncated to [`MAX_TEXT`] bytes.
     pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
         let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
@@ -255,6 +266,17 @@ impl StoreError {
         Self {
             message: Some(message.into()),
             ..self
+        }
+    }
+
+    /// Returns `true` if the message contains the cause: it ends with a colon then.
+    fn shows_cause(&self) -> bool {
+        match self.kind {
+            ErrorKind::Configuration | ErrorKind::Refused => true,
+            _ => self
+                .message
+                .as_deref()
+                .is_some_and(|message| message.ends_with(": ")),
         }
     }
 
@@ -350,12 +372,11 @@ const SERVER: &str = "the server";
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // These causes contain their own advice, which replaces the general one.
-        let (text, cause) = match (self.kind, &self.cause) {
-            (ErrorKind::Configuration, Some(cause)) => {
-                ("invalid store configuration: ", Some(cause))
-            }
-            (ErrorKind::Refused, Some(cause)) => ("the server rejected the command: ", Some(cause)),
-            (kind, _) => (self.message.as_deref().unwrap_or(kind.advice()), None),
+        let cause = self.cause.as_ref().filter(|_| self.shows_cause());
+        let text = match (self.kind, cause) {
+            (ErrorKind::Configuration, Some(_)) => "invalid store configuration: ",
+            (ErrorKind::Refused, Some(_)) => "the server rejected the command: ",
+            (kind, _) => self.message.as_deref().unwrap_or(kind.advice()),
         };
         match (&self.server, text.split_once(SERVER)) {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,
@@ -388,11 +409,10 @@ impl From<ConfigError> for StoreError {
 impl std::error::Error for StoreError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         let cause = self.cause.as_deref()?;
-        match self.kind {
-            // The message already contains the text of this cause.
-            ErrorKind::Configuration | ErrorKind::Refused => cause.source(),
-            _ => Some(cause),
+        if self.shows_cause() {
+            return cause.source();
         }
+        Some(cause)
     }
 }
 

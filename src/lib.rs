@@ -69,6 +69,7 @@ pub mod store;
 pub mod strategy;
 mod util;
 mod wait_queues;
+mod waiters;
 
 #[doc(inline)]
 pub use error::ConfigError;

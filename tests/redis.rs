@@ -14,6 +14,8 @@ mod devices;
 mod in_flight_load;
 #[path = "support/remote.rs"]
 mod remote;
+#[path = "support/rotation.rs"]
+mod rotation;
 mod support;
 
 mod batches {
@@ -29,6 +31,7 @@ mod connections {
     mod redis {
         mod backoff;
         mod budget;
+        mod credentials;
         mod names;
         mod paths;
         mod runtimes;

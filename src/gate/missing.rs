@@ -4,7 +4,7 @@ use std::fmt;
 use http::{HeaderName, HeaderValue};
 
 use crate::limit::words;
-use crate::observe::event::Reason;
+use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::NO_EXTENSION;
 
 /// No rate-limit key was found for a request.
@@ -155,10 +155,12 @@ impl MissingKey {
     }
 
     /// The reason why the request is not counted.
-    pub(super) fn reason(&self) -> Reason<'_> {
+    pub(super) fn reason(&self) -> UncountedReason<'_> {
         match self.cause {
-            Cause::Misconfigured => Reason::Misconfigured,
-            Cause::Absent | Cause::Unauthenticated(_) | Cause::Malformed => Reason::NoKey(self),
+            Cause::Misconfigured => UncountedReason::Misconfigured,
+            Cause::Absent | Cause::Unauthenticated(_) | Cause::Malformed => {
+                UncountedReason::NoKey(self)
+            }
         }
     }
 

@@ -59,12 +59,13 @@ use crate::error::StoreError;
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::limit::{Charge, Check, Decision, Key, KeyForms, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::observe::event::Reason;
+use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
-use crate::store::{Answer, Store, Waiters};
-use crate::util::{instant, polled_after_completion};
+use crate::store::{Answer, Store};
+use crate::util::{instant, own_list, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
+use crate::waiters::Waiters;
 
 /// Decides the requests of the type `R` of a layer.
 pub(crate) struct Gate<S, R> {
@@ -226,7 +227,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if let Some(skip) = &self.settings.skip
             && skip(request)
         {
-            self.notifier.uncounted(Reason::Skipped, true);
+            self.notifier.uncounted(UncountedReason::Skipped, true);
             return self.uncounted(request, None, grant);
         }
         if self.notifier.examines_requests() {
@@ -464,7 +465,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 return Err(Refusal::Unavailable(error));
             }
             Err(_) => {
-                self.notifier.uncounted(Reason::Failed, true);
+                self.notifier.uncounted(UncountedReason::Failed, true);
                 question.slot = question.slot.take().map(Slot::admitted_after_error);
             }
         }
@@ -509,7 +510,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(missing) if self.settings.dry_run => {
                 self.notifier.uncounted(missing.reason(), true);
             }
-            _ => self.notifier.uncounted(Reason::Exempt, true),
+            _ => self.notifier.uncounted(UncountedReason::Exempt, true),
         }
         self.uncounted(request, key.ok(), grant)
     }
@@ -589,7 +590,7 @@ impl<R: 'static> Selector<R> {
 impl<R> Clone for Selector<R> {
     fn clone(&self) -> Self {
         match self {
-            Self::Fixed(policies) => Self::Fixed(policies.copy()),
+            Self::Fixed(policies) => Self::Fixed(own_list(policies)),
             Self::ByRequest(selector) => Self::ByRequest(Arc::clone(selector)),
         }
     }

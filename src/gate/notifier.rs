@@ -15,8 +15,9 @@ use crate::observe::mistakes::{
     NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, ListedLayer, Store, Waiters};
+use crate::store::{Answer, Store};
 use crate::util::{instant, lock};
+use crate::waiters::{ListedLayer, Waiters};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
 /// the observer.
@@ -127,8 +128,8 @@ impl Notifier {
     /// Notifies the observer of a request that is not counted. Without an observer, only the log of missing keys is
     /// needed.
     #[cold]
-    pub(crate) fn uncounted(&self, reason: event::Reason<'_>, allowed: bool) {
-        if self.observer.is_some() || matches!(reason, event::Reason::NoKey(_)) {
+    pub(crate) fn uncounted(&self, reason: event::UncountedReason<'_>, allowed: bool) {
+        if self.observer.is_some() || matches!(reason, event::UncountedReason::NoKey(_)) {
             let mut event = event::Uncounted::new(reason);
             event.allowed = allowed;
             or_log(self.observer.as_ref()).uncounted(&event);

@@ -1,8 +1,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use crate::store::Digest;
-use crate::util::Clock;
+use crate::util::{Clock, Digest};
 
 /// Detects busy callers in constant memory.
 ///

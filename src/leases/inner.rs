@@ -16,8 +16,8 @@ use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
-use crate::util::{contain, instant, lock};
+use crate::store::{Answer, Share, Store, op_queue};
+use crate::util::{Digest, Shards, contain, instant, lock};
 
 /// The state that the clones of a [`Leased`](super::Leased) share.
 pub(super) struct SharedLeases<S: Store> {
@@ -109,7 +109,7 @@ impl<S: Store> SharedLeases<S> {
                 let dropped = lock(shard).remove(&digest);
                 for block in dropped.into_iter().flat_map(|caller| caller.blocks) {
                     let charged = block.charge.cost().into();
-                    self.notify(event::Leased::new(charged, 0, block.left.into()));
+                    self.notify(event::EndedBlock::new(charged, 0, block.left.into()));
                 }
             }
             _ => {}
@@ -234,9 +234,9 @@ impl<S: Store> SharedLeases<S> {
         if let Err(error) = &block
             && !error.is_not_sent()
         {
-            self.notify(event::Leased {
+            self.notify(event::EndedBlock {
                 lost: request.size.into(),
-                ..event::Leased::new(0, 0, 0)
+                ..event::EndedBlock::new(0, 0, 0)
             });
         }
         let mut ended = vec![];
@@ -265,7 +265,7 @@ impl<S: Store> SharedLeases<S> {
             let left = u64::from(block.left);
             let expired = if block.is_expired(now) { left } else { 0 };
             let charged = block.charge.cost().into();
-            self.notify(event::Leased::new(charged, left - expired, expired));
+            self.notify(event::EndedBlock::new(charged, left - expired, expired));
             if left > 0 {
                 let awaited = self.awaited.subscribe();
                 self.queue()
@@ -274,7 +274,7 @@ impl<S: Store> SharedLeases<S> {
         }
     }
 
-    fn notify(&self, event: event::Leased) {
+    fn notify(&self, event: event::EndedBlock) {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 

@@ -278,11 +278,6 @@ impl Policies {
         self.identity() == other.identity() && own.eq(others)
     }
 
-    /// A list of the same policies in fresh `Arc`s, to avoid contention.
-    pub(crate) fn copy(&self) -> Self {
-        Self::of(self.0.policies.clone())
-    }
-
     /// Passes `read` the value that `make` derives from the list. The value is computed once and
     /// kept in the list. A list keeps one value: one of another type is computed each time.
     #[inline]
@@ -377,7 +372,6 @@ mod tests {
         let list = Policies::new([one.clone(), two.clone()]).unwrap();
         for same in [
             list.clone(),
-            list.copy(),
             Policies::new([one.clone(), two.clone()]).unwrap(),
         ] {
             assert!(list.is(&same) && list.identity() == same.identity() && list == same);

@@ -2,7 +2,6 @@
 //! other than HTTP.
 
 pub mod call_limit;
-mod copies;
 mod dry_run;
 pub mod extract;
 #[cfg(feature = "axum")]

@@ -123,7 +123,7 @@ pub trait Observer: Send + Sync + 'static {
 
     /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, expired, refunded or
     /// reset. Also reported if Redis did not reply to a request for a block.
-    fn leased(&self, event: &event::Leased) {
+    fn leased(&self, event: &event::EndedBlock) {
         let _ = event;
     }
 
@@ -182,7 +182,7 @@ macro_rules! forward {
             $($observer.reconciled(event);)+
         }
 
-        fn leased(&$self, event: &event::Leased) {
+        fn leased(&$self, event: &event::EndedBlock) {
             $($observer.leased(event);)+
         }
 

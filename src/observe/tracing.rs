@@ -235,7 +235,7 @@ impl Observer for TracingObserver {
             reason = reason.as_str(),
             allowed, "rate limit did not count a request"
         );
-        let event::Reason::NoKey(problem) = reason else {
+        let event::UncountedReason::NoKey(problem) = reason else {
             return;
         };
         self.log.log_due_counts();
@@ -325,12 +325,12 @@ impl Observer for TracingObserver {
 
     fn leased(
         &self,
-        &event::Leased {
+        &event::EndedBlock {
             charged,
             refunded,
             expired,
             lost,
-        }: &event::Leased,
+        }: &event::EndedBlock,
     ) {
         trace!(
             charged,

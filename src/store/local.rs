@@ -7,15 +7,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::bounded_map::{self, BoundedMap, Hold, MapSlot, Ranked};
-use super::shards::{Digest, Shards};
 use super::{Answer, Backend, Hooks, Store, Waiters};
 use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
     Verdicts,
 };
-use crate::util::{Clock, lock};
+use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, bounded_map, lock};
 
 /// A store in this process: each instance has its own counts.
 ///

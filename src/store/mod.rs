@@ -6,21 +6,17 @@
 
 mod any;
 mod backend;
-mod bounded_map;
 mod config;
 #[cfg(test)]
 mod definitions;
 mod fallback;
 mod flush;
-mod freed;
 mod health;
 mod instances;
-mod layers;
 mod local;
 mod mock;
 mod probe;
 mod redis;
-mod shards;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -30,7 +26,7 @@ use std::task::{Context, Poll};
 use pin_project_lite::pin_project;
 
 pub use self::redis::{
-    RedisFuture, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
+    Credentials, RedisFuture, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
 };
 pub use crate::error::{ErrorKind, StoreError};
 pub use any::{AnyStore, AnyStoreFuture};
@@ -42,15 +38,10 @@ pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
 
+pub use crate::limit::Counts;
+pub use crate::waiters::Waiters;
 pub(crate) use backend::{Hooks, Unreconciled, Withdraw};
 pub(crate) use flush::flush;
-pub use freed::Waiters;
-
-pub(crate) use freed::{Listener, Wake};
-pub(crate) use layers::ListedLayer;
-pub(crate) use shards::{Digest, Shards};
-
-pub use crate::limit::Counts;
 
 use crate::background::{OpQueue, SentCheck};
 use crate::limit::{Check, Decision};

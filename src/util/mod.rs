@@ -1,20 +1,27 @@
-//! Small helpers that depend on no other module.
+//! Small helpers, and the maps and copies that several rooms share. They know no other module but `limit`, for keys and
+//! policies.
 
+pub(crate) mod bounded_map;
 mod clock;
+mod copies;
 mod jitter;
 mod patience;
 mod seed;
+mod shards;
 mod yields;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+pub(crate) use bounded_map::{BoundedMap, Hold, MapSlot, Ranked};
 pub(crate) use clock::{Clock, instant, unix_time};
+pub(crate) use copies::{Copies, OwnCount, own_list};
 pub(crate) use jitter::{jittered, random};
 pub(crate) use patience::{Notice, Patient, patient};
 pub(crate) use seed::RandomState;
 #[cfg(test)]
 pub(crate) use seed::Seed;
+pub(crate) use shards::{Digest, Shards};
 pub(crate) use yields::yield_to_others;
 
 /// Panics like std's futures when they are polled after completion. Pending forever or completing

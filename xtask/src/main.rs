@@ -6,10 +6,13 @@ mod command;
 mod compat;
 mod install;
 mod metadata;
+mod names;
 mod ops;
+mod outage;
 mod pages;
 mod screenshots;
 mod servers;
+mod svg;
 mod test;
 
 use std::env;

@@ -37,7 +37,7 @@ use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::{Observer, event, or_log};
-use crate::util::{contain, instant, lock, polled_after_completion};
+use crate::util::{OwnCount, contain, instant, lock, polled_after_completion};
 
 /// Sends operations to one store, and reports failures to the observer. Clones share the queue.
 ///
@@ -54,11 +54,7 @@ use crate::util::{contain, instant, lock, polled_after_completion};
 ///   [awaits](Self::send_now) is lost with its runtime.
 #[derive(Clone)]
 pub(crate) struct OpQueue {
-    #[allow(
-        clippy::redundant_allocation,
-        reason = "each `copy` has an outer `Arc`, so that not all requests write one reference count"
-    )]
-    shared: Arc<Arc<SharedQueue>>,
+    shared: OwnCount<SharedQueue>,
 }
 
 /// A check that was sent to a store.
@@ -169,7 +165,7 @@ impl OpQueue {
 
     fn of(shared: Arc<SharedQueue>) -> Self {
         Self {
-            shared: Arc::new(shared),
+            shared: OwnCount::new(shared),
         }
     }
 
@@ -238,14 +234,16 @@ impl OpQueue {
         self.shared.lost.load(Ordering::Acquire)
     }
 
-    /// Clones into a new `Arc`, so that processors do not contend for its reference count.
+    /// Returns the same queue with a [reference count of its own](OwnCount).
     pub(crate) fn copy(&self) -> Self {
-        Self::of(Arc::clone(&self.shared))
+        Self {
+            shared: self.shared.copy(),
+        }
     }
 
     /// Returns a weak reference, for operations in the queue, which must not keep the queue alive.
     pub(crate) fn downgrade(&self) -> WeakOpQueue {
-        WeakOpQueue(Arc::downgrade(&*self.shared))
+        WeakOpQueue(Arc::downgrade(&self.shared))
     }
 }
 

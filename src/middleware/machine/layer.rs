@@ -7,9 +7,9 @@ use super::protocol::Protocol;
 use super::service::{IsClone, IsCost, Limit};
 use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
 use crate::limit::{Key, Policies};
-use crate::middleware::copies::Copies;
 use crate::observe::Observer;
 use crate::store::Store;
+use crate::util::Copies;
 
 /// The layer that [`RateLimitLayer`](crate::RateLimitLayer) and
 /// [`CallLimitLayer`](crate::CallLimitLayer) are names of, with the settings that both have.

@@ -8,8 +8,7 @@ use super::account::Account;
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
-use crate::store::shards::Shards;
-use crate::util::RandomState;
+use crate::util::{RandomState, Shards};
 
 const SHARDS: usize = 32;
 

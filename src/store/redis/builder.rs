@@ -2,15 +2,19 @@
 //!
 //! The constructors of [`RedisStore`] are here, beside the builder that they all use.
 
+use std::error::Error;
+use std::future::Future;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use super::credentials::{CredentialSource, Credentials};
 use super::link::{Tls, check_client_name};
 use super::servers::{Server, Servers};
-use super::topology::Topology;
 use super::topology::cluster::Cluster;
+use super::topology::{Logins, Topology};
 use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
@@ -149,6 +153,84 @@ impl RedisStoreBuilder {
     /// Replaces all settings except the servers, TLS and the observer.
     pub(in crate::store) fn settings(self, settings: RedisSettings) -> Self {
         Self { settings, ..self }
+    }
+
+    /// Sets a closure that returns the user and password of the servers, for credentials that change: tokens of a cloud
+    /// service (AWS IAM, Entra), or users of Vault. Defaults to those of the URL, which must have none if this is set.
+    ///
+    /// The store calls the closure before it connects, and again when a fifth of
+    /// [`valid_for`](Credentials::valid_for) is left. Without `valid_for` it calls it for each new connection. It also calls it
+    /// after a server has rejected the credentials. Open connections send new credentials in front of their next batch, or
+    /// at once if they are idle.
+    ///
+    /// One call runs at a time, for all connections and runtimes of the store, and calls begin at least a second apart. A
+    /// call that fails, panics, or takes longer than three quarters of the [`connect_timeout`](Self::connect_timeout) leaves the
+    /// open connections as they are, and new ones use the last credentials. It is reported to the [observer](Self::observer) or,
+    /// if there were no credentials yet, as the error of the checks, of
+    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
+    ///
+    /// ```no_run
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::RedisStore;
+    /// use tower_redis_ratelimit::store::Credentials;
+    ///
+    /// # async fn new_token() -> Result<String, std::io::Error> { Ok(String::new()) }
+    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let store = RedisStore::builder("redis://10.0.0.1/")
+    ///     .credentials(|| async {
+    ///         let token = new_token().await?;
+    ///         Ok(Credentials::new("limiter", token).valid_for(Duration::from_secs(900)))
+    ///     })
+    ///     .connect()
+    ///     .await?;
+    /// # let _ = store;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn credentials<F, Fut>(mut self, credentials: F) -> Self
+    where
+        F: Fn() -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Credentials, Box<dyn Error + Send + Sync>>> + Send + 'static,
+    {
+        let source = CredentialSource::closure(credentials);
+        self.servers.set_credentials(|all| &mut all.servers, source);
+        self
+    }
+
+    /// Like [`credentials`](Self::credentials), for the sentinels. Each call is for a new connection to a sentinel: connections
+    /// that are open stay as they are. Defaults to the credentials in the sentinels' URLs.
+    pub fn sentinel_credentials<F, Fut>(mut self, credentials: F) -> Self
+    where
+        F: Fn() -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Credentials, Box<dyn Error + Send + Sync>>> + Send + 'static,
+    {
+        let source = CredentialSource::closure(credentials);
+        self.servers
+            .set_credentials(|all| &mut all.sentinels, source);
+        self
+    }
+
+    /// Sets the path of a file with the password of the servers, such as a mounted secret. Their user is that of the URL.
+    /// Defaults to the password of the URL, which must have none if this is set. A URL may name the file too, as in
+    /// `redis://limiter@10.0.0.1/?password_file=/run/secrets/redis`.
+    ///
+    /// The file is read before the store connects, and every 5 seconds, so that a changed password is used as that of
+    /// [`credentials`](Self::credentials). One newline at its end is not a part of the password. A file that is missing, empty,
+    /// longer than 64 KiB or not UTF-8 is an error of [`connect`](Self::connect) or of the checks, of
+    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication), while no password is known.
+    pub fn password_file(mut self, path: impl Into<PathBuf>) -> Self {
+        let source = CredentialSource::File(path.into());
+        self.servers.set_credentials(|all| &mut all.servers, source);
+        self
+    }
+
+    /// Like [`password_file`](Self::password_file), for the sentinels: `sentinel_password_file` in a URL, beside
+    /// `sentinel_user`. It is read when the store connects to a sentinel.
+    pub fn sentinel_password_file(mut self, path: impl Into<PathBuf>) -> Self {
+        let source = CredentialSource::File(path.into());
+        self.servers
+            .set_credentials(|all| &mut all.sentinels, source);
+        self
     }
 
     /// Sets the prefix of the store's keys: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or
@@ -365,9 +447,13 @@ impl RedisStoreBuilder {
         if let Some(name) = &settings.client_name {
             check_client_name(name)?;
         }
-        let topology = Topology::new(servers.into_kind()?, &settings, &tls)?;
+        let credentials = servers.credentials.clone();
+        let servers = servers.into_kind()?;
+        let logins = Logins::new(credentials, &servers, settings.time_to_connect());
+        let login = logins.servers.clone();
+        let topology = Topology::new(servers, &settings, &tls, logins)?;
         Ok(RedisStore {
-            inner: Arc::new(SharedStore::new(topology, settings, observer, now)),
+            inner: Arc::new(SharedStore::new(topology, login, settings, observer, now)),
         })
     }
 }

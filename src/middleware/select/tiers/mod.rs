@@ -15,10 +15,10 @@ use self::networks::Networks;
 use crate::error::ConfigError;
 use crate::gate::PolicySelector;
 use crate::limit::{Key, KeyForms, Policies};
-use crate::middleware::copies::Copies;
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
+use crate::util::{Copies, own_list};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
@@ -308,9 +308,9 @@ impl Plans {
         let named = self
             .named
             .iter()
-            .map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));
+            .map(|(name, policies)| (name.clone(), policies.as_ref().map(own_list)));
         Self {
-            default: self.default.copy(),
+            default: own_list(&self.default),
             named: named.collect(),
         }
     }

@@ -11,8 +11,9 @@ use std::task::{Context, Wake as TaskWake, Waker};
 use super::far::{Far, cut, recovery, take};
 use super::*;
 use crate::limit::Mode;
-use crate::store::{Backend, Hooks, Instances, Waiters, Wake};
+use crate::store::{Backend, Hooks, Instances, Waiters};
 use crate::util::instant;
+use crate::waiters::Wake;
 
 /// Panics at each notification.
 struct Panics(Arc<AtomicUsize>);

@@ -3,8 +3,8 @@
 
 use std::io;
 use std::pin::pin;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep};
 
 use super::errors::{STEPS, error_of, error_of_line};
 use super::greeting::{greet, without_greeting};
+use super::login::{LoggedIn, Login};
 use super::names::{self, Host};
 use super::pool::Driven;
 use super::tls;
@@ -34,6 +35,8 @@ pub(crate) struct Dialer {
     server_name: Option<String>,
     /// The application's name for its connections.
     client_name: Option<String>,
+    /// The user and password, if they change. Otherwise they are in the settings of the server.
+    login: Option<Arc<Login>>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
     /// The last answer to the question why a server does not accept the greeting.
@@ -73,19 +76,59 @@ impl Dialer {
             time,
             server_name,
             client_name,
+            login: None,
             connected: AtomicBool::new(false),
             asked: Mutex::default(),
         }
     }
 
+    /// Sets a login whose credentials change.
+    pub(crate) fn with_login(self, login: Option<Arc<Login>>) -> Self {
+        Self { login, ..self }
+    }
+
     /// Opens a connection to a server.
     pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
+        let opened = match &self.login {
+            Some(login) => self.log_in(login, server).await,
+            None => self.dial_as(server).await,
+        };
+        opened.map_err(|error| error.with_server(server.addr()))
+    }
+
+    /// Opens a connection with the newest credentials. If the server rejects them, tries once more with newer ones.
+    async fn log_in(
+        &self,
+        login: &Arc<Login>,
+        server: &ConnectionInfo,
+    ) -> Result<Driven, StoreError> {
+        let mut issued = login.credentials().await?;
+        loop {
+            let server = issued.apply(server);
+            match self.dial_as(&server).await {
+                Ok(mut connection) => {
+                    connection.login = Some(LoggedIn::new(login, issued));
+                    return Ok(connection);
+                }
+                Err(error) if error.kind() == ErrorKind::Authentication => issued.reject(),
+                Err(error) => return Err(error),
+            }
+            let newer = login.credentials().await?;
+            if Arc::ptr_eq(&issued, &newer) {
+                return Err(login.rejection());
+            }
+            issued = newer;
+        }
+    }
+
+    /// Opens a connection with the credentials in these settings.
+    async fn dial_as(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let opened = match self.connected.load(Relaxed) {
             true => self.open(server).await,
             false => self.open_first(server).await,
         };
         self.connected.fetch_or(opened.is_ok(), Relaxed);
-        opened.map_err(|error| error.with_server(server.addr()))
+        opened
     }
 
     /// Opens a connection, and asks for the reason if the server does not accept its greeting.
@@ -114,6 +157,7 @@ impl Dialer {
             return Ok(Driven {
                 connection,
                 driver: Some(driver.boxed().fuse()),
+                login: None,
             });
         }
         if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
@@ -126,6 +170,7 @@ impl Dialer {
         Ok(Driven {
             connection,
             driver: None,
+            login: None,
         })
     }
 

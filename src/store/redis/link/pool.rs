@@ -38,6 +38,7 @@ use tokio::task::coop::{Unconstrained, unconstrained};
 use tokio::time::Instant;
 
 use super::errors::{STEPS, connecting_timed_out, error_of, replies_within};
+use super::login::LoggedIn;
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::script::Call;
 use crate::util::{instant, jittered, lock, patient};
@@ -300,6 +301,34 @@ impl<C: Connect> Pool<C> {
         }
     }
 
+    /// Sends newer credentials over each idle connection. Other connections send them with their next call.
+    pub(crate) async fn log_in_idle(&self) {
+        for _ in 0..self.connections.state().connections {
+            let Some(mut connection) = self.take_idle().await else {
+                return;
+            };
+            if !connection.is_closed() {
+                let timeouts = self.timeouts.load(Ordering::Relaxed);
+                connection.begin_use(timeouts);
+                connection.log_in().await;
+            }
+            // To the end of bb8's queue, so that the next one is another.
+            drop(connection);
+        }
+    }
+
+    /// Returns an idle connection, if there is one.
+    async fn take_idle(&self) -> Option<Checkout<C>> {
+        let spare = lock(&self.spare).take();
+        if spare.is_some() {
+            return spare;
+        }
+        if self.connections.state().idle_connections == 0 {
+            return None;
+        }
+        self.connections.get_owned().await.ok()
+    }
+
     async fn get(&self) -> Result<Checkout<C>, StoreError> {
         let _waiting = {
             let mut spare = lock(&self.spare);
@@ -467,6 +496,12 @@ impl Connection {
         reply.is_ok()
     }
 
+    /// Sends newer credentials, if there are any.
+    async fn log_in(&mut self) {
+        // The outcome is in `condition`.
+        drop(replies_within(self.patience, pin!(self.send(smallvec![]))).await);
+    }
+
     /// Discards the connection, so that the pool creates another one, possibly to another server.
     /// The error of an unused connection counts as a failure to connect.
     pub(crate) fn give_up(&mut self, error: StoreError) {
@@ -541,10 +576,21 @@ impl Connection {
         replies_within(time, pin!(asking)).await
     }
 
-    /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
-    async fn send(&mut self, commands: SmallVec<[(bool, Cmd); 1]>) -> Result<Replies, RedisError> {
+    /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies. Newer credentials go first, in
+    /// the same write.
+    async fn send(
+        &mut self,
+        mut commands: SmallVec<[(bool, Cmd); 1]>,
+    ) -> Result<Replies, RedisError> {
         self.condition = Condition::Unanswered;
-        let sent = match &commands[..] {
+        let login = self.link.inner.login.as_mut();
+        let login_command = login.and_then(|login| login.due());
+        let logs_in = login_command.is_some();
+        if let Some(command) = login_command {
+            commands.insert(0, (false, command));
+        }
+        let mut sent = match &commands[..] {
+            [] => Ok(smallvec![]),
             // A single command needs no pipeline.
             [(false, command)] => match self.link.inner.send_packed_command(command).await {
                 Ok(reply) => Ok(smallvec![received(reply)]),
@@ -552,11 +598,26 @@ impl Connection {
             },
             _ => self.send_pipeline(commands).await,
         };
-        self.condition = match lasting_error(&sent) {
-            Some(error) => Condition::Failed(error_of(error)),
-            None => Condition::Works,
+        let login_reply = match &mut sent {
+            Ok(replies) if logs_in => Some(replies.remove(0)),
+            _ => None,
+        };
+        self.condition = match (&login_reply, lasting_error(&sent)) {
+            (Some(Err(error)), _) => Condition::Failed(self.failure(error)),
+            (_, Some(error)) => Condition::Failed(self.failure(error)),
+            _ => Condition::Works,
         };
         sent
+    }
+
+    /// The error of a broken connection. If its server requires other credentials, their source is called before the next
+    /// connection.
+    fn failure(&self, error: &RedisError) -> StoreError {
+        let error = error_of(error);
+        match &self.link.inner.login {
+            Some(login) if error.kind() == ErrorKind::Authentication => login.reject(),
+            _ => error,
+        }
     }
 
     async fn send_pipeline(
@@ -646,6 +707,8 @@ fn has_ended(driver: &mut Driver) -> bool {
 pub(crate) struct Driven {
     pub(super) connection: MultiplexedConnection,
     pub(super) driver: Option<Driver>,
+    /// The login, if its credentials change.
+    pub(super) login: Option<LoggedIn>,
 }
 
 impl Driven {

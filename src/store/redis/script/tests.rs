@@ -4,6 +4,7 @@ use super::call::PlanKey;
 use super::*;
 use crate::error::ErrorKind;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Refill, Strategy};
+use crate::util::own_list;
 
 fn policies(limit: u32) -> Policies {
     Policy::new("api", Strategy::Gcra, Quota::per_second(limit))
@@ -23,7 +24,7 @@ fn equal_lists_share_a_plan_among_thousands() {
                 let list = if round == 0 {
                     list.clone()
                 } else {
-                    list.copy()
+                    own_list(list)
                 };
                 call.push(
                     "rl",

@@ -15,9 +15,7 @@ use smallvec::{SmallVec, smallvec};
 use tokio::time::Instant;
 
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdicts};
-use crate::store::bounded_map::{self, BoundedMap, Hold, Ranked};
-use crate::store::shards::{Digest, Shards};
-use crate::util::Clock;
+use crate::util::{BoundedMap, Clock, Digest, Hold, Ranked, Shards, bounded_map};
 
 pub(super) struct DenialCache {
     /// A hit needs a read lock only: most floods are on one key, and their checks read concurrently.

@@ -5,12 +5,12 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
 use std::num::NonZeroU64;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
-use futures_util::future::try_join_all;
+use futures_util::future::{select, try_join_all};
 use redis::FromRedisValue;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -28,7 +28,7 @@ use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
-use crate::store::redis::link::{Times, error_of};
+use crate::store::redis::link::{Login, Times, error_of};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, NodePool, Topology};
 use crate::store::{Answer, Backend, Health, Hooks, Store, Waiters, Withdraw, probe};
@@ -182,6 +182,8 @@ impl Withdraw<RedisFuture> for RedisStore {
 
 pub(crate) struct SharedStore {
     pub(crate) topology: Topology,
+    /// The login of the servers, if its credentials change.
+    login: Option<Arc<Login>>,
     pub(crate) settings: RedisSettings,
     pub(super) denials: DenialCache,
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
@@ -203,12 +205,14 @@ impl SharedStore {
 
     pub(crate) fn new(
         topology: Topology,
+        login: Option<Arc<Login>>,
         settings: RedisSettings,
         observer: OnceLock<Arc<dyn Observer>>,
         now: Arc<AtomicI64>,
     ) -> Self {
         Self {
             topology,
+            login,
             denials: DenialCache::new(settings.denials),
             settings,
             observer,
@@ -280,9 +284,18 @@ impl SharedStore {
         });
         let max_workers = if target.is_some() { workers } else { 1 };
         let jobs = JobQueue::new(max_queued.get(), max_workers, backlog);
+        let renewal = match (&self.login, &target) {
+            (Some(login), Some(target)) => Some(Renewal {
+                inner: Arc::downgrade(self),
+                login: Arc::clone(login),
+                pool: Arc::downgrade(&target.pool),
+            }),
+            _ => None,
+        };
         let watch = Watch {
             inner: Arc::downgrade(self),
             queue_number: number,
+            renewal,
             store,
         };
         let queue = NodeQueue::new(number, runtime.id(), target, jobs, _store);
@@ -598,12 +611,42 @@ impl fmt::Debug for SharedStore {
 struct Watch {
     inner: Weak<SharedStore>,
     queue_number: NonZeroU64,
+    renewal: Option<Renewal>,
     store: oneshot::Receiver<Infallible>,
 }
 
 impl Watch {
     async fn run(mut self) {
-        let _ = (&mut self.store).await;
+        match self.renewal.take() {
+            None => drop((&mut self.store).await),
+            Some(renewal) => {
+                select(&mut self.store, pin!(renewal.run())).await;
+            }
+        }
+    }
+}
+
+/// Renews the credentials of a store, and those of the idle connections of a pool.
+struct Renewal {
+    inner: Weak<SharedStore>,
+    login: Arc<Login>,
+    pool: Weak<NodePool>,
+}
+
+impl Renewal {
+    async fn run(self) {
+        let mut calls = self.login.calls();
+        loop {
+            self.login.renew(&mut calls).await;
+            let (Some(inner), Some(pool)) = (self.inner.upgrade(), self.pool.upgrade()) else {
+                return;
+            };
+            if let Some(error) = self.login.take_failure() {
+                inner.failed(&error);
+            }
+            drop(inner);
+            pool.log_in_idle().await;
+        }
     }
 }
 

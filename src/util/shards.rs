@@ -4,8 +4,8 @@ use std::hash::BuildHasher;
 
 use siphasher::sip128::{Hash128, SipHasher13};
 
+use super::RandomState;
 use crate::limit::Key;
-use crate::util::RandomState;
 
 /// The state of a store, in shards with separate locks: `T` is a `Mutex` or an `RwLock`. One shard
 /// has all the state of a caller.
@@ -42,7 +42,7 @@ impl<T> Shards<T> {
     }
 
     /// Makes the digests of all shards.
-    pub(super) fn digester(&self) -> &Digester {
+    pub(crate) fn digester(&self) -> &Digester {
         &self.digester
     }
 }
@@ -71,17 +71,17 @@ impl Digest {
     }
 
     /// The hash for a table.
-    pub(super) fn hash(self) -> u64 {
+    pub(crate) fn hash(self) -> u64 {
         self.0[0]
     }
 }
 
 /// Creates digests. Each digester has its own seed, which its clones share.
 #[derive(Clone)]
-pub(super) struct Digester(SipHasher13);
+pub(crate) struct Digester(SipHasher13);
 
 impl Digester {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let random = RandomState::new();
         Self(SipHasher13::new_with_keys(
             random.hash_one(0),
@@ -89,13 +89,13 @@ impl Digester {
         ))
     }
 
-    pub(super) fn digest(&self, key: &Key) -> Digest {
+    pub(crate) fn digest(&self, key: &Key) -> Digest {
         let Hash128 { h1, h2 } = self.0.hash(key.as_bytes());
         Digest([h1, h2])
     }
 
     /// The digest of two keys, in this order.
-    pub(super) fn pair(&self, first: &Key, second: &Key) -> Digest {
+    pub(crate) fn pair(&self, first: &Key, second: &Key) -> Digest {
         // No key contains the byte 0xff, so `a, bc` and `ab, c` differ.
         let Hash128 { h1, h2 } = self
             .0

@@ -29,7 +29,7 @@ use super::shards::Digest;
 /// up their limits. New callers with little usage replace each other in a few places, where a
 /// newcomer with more usage than the others usually stays.
 #[derive(Debug)]
-pub(super) struct BoundedMap<V> {
+pub(crate) struct BoundedMap<V> {
     places: Vec<Place<V>>,
     /// The index into `places` of each key: small, so that it stays in the cache of a processor.
     index: HashTable<u16>,
@@ -53,18 +53,18 @@ struct Place<V> {
 }
 
 #[derive(Debug)]
-pub(super) struct MapSlot<V> {
-    pub(super) value: V,
-    pub(super) hold: Hold,
+pub(crate) struct MapSlot<V> {
+    pub(crate) value: V,
+    pub(crate) hold: Hold,
 }
 
 /// The rank of an entry: its worth and, in the low bits, its expiry in microseconds. One integer,
 /// to save memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Hold(u64);
+pub(crate) struct Hold(u64);
 
 /// The order in which a full map drops entries.
-pub(super) trait Ranked {
+pub(crate) trait Ranked {
     /// Whether an old entry is kept rather than a newcomer of equal worth.
     const OLD_STAYS: bool;
 
@@ -81,7 +81,7 @@ impl Hold {
     const BITS: u32 = 56;
 
     /// `expires_at` is in microseconds since the Unix epoch, up to the year 4253.
-    pub(super) fn new(worth: u8, expires_at: i64) -> Self {
+    pub(crate) fn new(worth: u8, expires_at: i64) -> Self {
         Self(u64::from(worth) << Self::BITS | expires_at.clamp(0, (1 << Self::BITS) - 1) as u64)
     }
 
@@ -89,7 +89,7 @@ impl Hold {
         (self.0 >> Self::BITS) as u8
     }
 
-    pub(super) fn expires_at(self) -> i64 {
+    pub(crate) fn expires_at(self) -> i64 {
         (self.0 & ((1 << Self::BITS) - 1)) as i64
     }
 }
@@ -103,13 +103,13 @@ const MOST: usize = 1 << u16::BITS;
 
 /// Returns the number of shards whose maps can hold `max` entries: at least `least`. The shards of a large store hold
 /// 16,384 to 32,768 entries each, because a shard is locked while its map grows.
-pub(super) fn shards(least: usize, max: usize) -> usize {
+pub(crate) fn shards(least: usize, max: usize) -> usize {
     least.max(max / (MOST / 4)).min(MOST)
 }
 
 impl<V: Ranked> BoundedMap<V> {
     /// Creates a map of at most `max` entries, and at most 65,536.
-    pub(super) fn new(max: usize) -> Self {
+    pub(crate) fn new(max: usize) -> Self {
         Self {
             places: Vec::new(),
             index: HashTable::new(),
@@ -120,20 +120,20 @@ impl<V: Ranked> BoundedMap<V> {
         }
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.places.len()
     }
 
-    pub(super) fn get(&self, key: Digest) -> Option<&MapSlot<V>> {
+    pub(crate) fn get(&self, key: Digest) -> Option<&MapSlot<V>> {
         Some(&self.places.get(self.find(key)?)?.slot)
     }
 
-    pub(super) fn get_mut(&mut self, key: Digest) -> Option<&mut MapSlot<V>> {
+    pub(crate) fn get_mut(&mut self, key: Digest) -> Option<&mut MapSlot<V>> {
         self.at(self.find(key)?)
     }
 
     /// Returns the place of a key, valid until the next insertion or removal.
-    pub(super) fn find(&self, key: Digest) -> Option<usize> {
+    pub(crate) fn find(&self, key: Digest) -> Option<usize> {
         let place = self
             .index
             .find(key.hash(), |place| self.key_at(*place) == Some(key))?;
@@ -145,16 +145,16 @@ impl<V: Ranked> BoundedMap<V> {
     }
 
     /// Returns the entry at a place.
-    pub(super) fn at(&mut self, place: usize) -> Option<&mut MapSlot<V>> {
+    pub(crate) fn at(&mut self, place: usize) -> Option<&mut MapSlot<V>> {
         Some(&mut self.places.get_mut(place)?.slot)
     }
 
-    pub(super) fn remove(&mut self, key: Digest) -> Option<V> {
+    pub(crate) fn remove(&mut self, key: Digest) -> Option<V> {
         self.remove_at(self.find(key)?)
     }
 
     /// Removes the entry at a place. The last entry moves to that place.
-    pub(super) fn remove_at(&mut self, place: usize) -> Option<V> {
+    pub(crate) fn remove_at(&mut self, place: usize) -> Option<V> {
         let hash = self.places.get(place)?.key.hash();
         let last_hash = self.places.last()?.key.hash();
         if let Ok(entry) = self.index.find_entry(hash, |at| usize::from(*at) == place) {
@@ -173,7 +173,7 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Inserts a value. If it has already expired, only removes the key. Returns the value that was
     /// replaced or dropped.
-    pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
+    pub(crate) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
         if hold.expires_at() <= now {
             return self.remove(key);
         }
@@ -200,7 +200,7 @@ impl<V: Ranked> BoundedMap<V> {
     ///
     /// Two looks per new key suffice to find all expired entries before the number of entries has
     /// doubled: n new keys look at 2 n places, and all are in the first 2 n.
-    pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
+    pub(crate) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
         let mut old: Option<(Hold, u32)> = None;
         let looks = if full { OLD_LOOKS } else { 2 };
         for _ in 0..looks {
@@ -298,7 +298,7 @@ fn hash_at<V>(places: &[Place<V>], place: u16) -> u64 {
 mod tests {
     use super::*;
     use crate::limit::Key;
-    use crate::store::shards::{Digester, Shards};
+    use crate::util::shards::{Digester, Shards};
 
     impl Ranked for usize {
         const OLD_STAYS: bool = true;

@@ -1,6 +1,8 @@
 //! Wakes the waiters of this process when something was refunded, released or forgotten in their store, and lists the
 //! queues of operations that this process owes the store.
 
+mod layers;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -9,10 +11,12 @@ use std::sync::{Arc, Mutex};
 use smallvec::SmallVec;
 use tokio::sync::Notify;
 
-use super::layers::LayerQuotas;
+use self::layers::LayerQuotas;
 use crate::background::{OpQueue, WeakOpQueue};
 use crate::limit::{Check, Key, Policies};
 use crate::util::lock;
+
+pub(crate) use self::layers::ListedLayer;
 
 /// The requests of this process that wait for capacity in a [`Store`](crate::store::Store), and the charges, refunds and
 /// releases that the process still owes the store, for [`flush`](crate::store::Store::flush). Clones share them.
@@ -78,7 +82,7 @@ impl Waiters {
         }
     }
 
-    pub(super) fn layers(&self) -> &LayerQuotas {
+    fn layers(&self) -> &LayerQuotas {
         &self.0.layers
     }
 
