@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
-use super::config::set_tls;
+use super::config::{set_address_map, set_tls};
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, Fallback, FallbackFuture, Instances, LocalStore, RedisFuture, RedisStore,
@@ -146,7 +146,8 @@ impl AnyStore {
 }
 
 pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder, ConfigError> {
-    set_tls(RedisStore::builder(url).settings(config.into()), config)
+    let builder = RedisStore::builder(url).settings(config.into());
+    set_address_map(set_tls(builder, config)?, config)
 }
 
 pub(super) fn fallback(
