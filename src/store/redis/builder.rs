@@ -14,7 +14,7 @@ use super::credentials::{CredentialSource, Credentials};
 use super::link::{Tls, check_client_name};
 use super::servers::{Server, Servers};
 use super::topology::cluster::Cluster;
-use super::topology::{Logins, Topology};
+use super::topology::{AddressMap, Logins, Topology};
 use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
@@ -133,6 +133,7 @@ impl RedisStore {
 pub struct RedisStoreBuilder {
     servers: Servers,
     tls: Tls,
+    addresses: AddressMap,
     settings: RedisSettings,
     observer: OnceLock<Arc<dyn Observer>>,
     /// The time used by tests, in microseconds since the Unix epoch; 0 for Redis's own.
@@ -144,6 +145,7 @@ impl RedisStoreBuilder {
         Self {
             servers,
             tls: Tls::default(),
+            addresses: AddressMap::default(),
             settings: RedisSettings::default(),
             observer: OnceLock::new(),
             now: Arc::default(),
@@ -316,6 +318,31 @@ impl RedisStoreBuilder {
         self
     }
 
+    /// Sets where the nodes of a cluster, and the master that sentinels report, are reached, if not at the addresses that
+    /// they announce: behind a NAT, in Docker, or by forwarded ports. The closure takes an announced host and port; `None`
+    /// keeps them. It must not lead from two of them to one. Addresses in the URL are used as they are.
+    ///
+    /// With TLS, a server's certificate must still have the announced name, or the one that `server_name` sets.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis+cluster://127.0.0.1:7000")
+    ///     .address_map(|host, port| match host {
+    ///         "172.18.0.2" => Some(("127.0.0.1".to_owned(), port + 621)),
+    ///         _ => None,
+    ///     })
+    ///     .connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn address_map(
+        mut self,
+        reachable: impl Fn(&str, u16) -> Option<(String, u16)> + Send + Sync + 'static,
+    ) -> Self {
+        self.addresses = AddressMap::new(reachable);
+        self
+    }
+
     /// Sets the name of the store's connections in `CLIENT LIST`: ASCII letters, digits and punctuation, without blanks.
     /// Defaults to the name and version of this crate, which Redis 7.2 and later also show as `lib-name` and `lib-ver`.
     ///
@@ -415,6 +442,7 @@ impl RedisStoreBuilder {
         let Self {
             mut servers,
             tls,
+            addresses,
             mut settings,
             observer,
             now,
@@ -453,7 +481,7 @@ impl RedisStoreBuilder {
         let servers = servers.into_kind()?;
         let logins = Logins::new(credentials, &servers, settings.time_to_connect());
         let login = logins.servers.clone();
-        let topology = Topology::new(servers, &settings, &tls, logins)?;
+        let topology = Topology::new(servers, &settings, &tls, logins, addresses)?;
         Ok(RedisStore {
             inner: Arc::new(SharedStore::new(topology, login, settings, observer, now)),
         })

@@ -33,10 +33,10 @@ pub(crate) struct Dialer {
     time: Duration,
     /// The name in the server's certificate, if it differs from the host.
     server_name: Option<String>,
-    /// The user and password, if they change. Otherwise they are in the settings of the server.
-    login: Option<Arc<Login>>,
     /// The application's name for its connections.
     client_name: Option<String>,
+    /// The user and password, if they change. Otherwise they are in the settings of the server.
+    login: Option<Arc<Login>>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
     /// The last answer to the question why a server does not accept the greeting.
@@ -65,6 +65,27 @@ const TLS_ALERT: u8 = 0x15;
 /// The longest part of a server's reply that is read for its reason.
 const MAX_LINE: usize = 1024;
 
+/// A server to connect to.
+struct Target {
+    /// At its reachable address.
+    server: ConnectionInfo,
+    /// The name in the server's certificate, if it differs from the host.
+    name: Option<String>,
+}
+
+impl Target {
+    /// Replaces the host with the name in the certificate, against which redis-rs verifies it. The resolver still uses
+    /// the real one.
+    fn named(&self) -> ConnectionInfo {
+        match (&self.name, self.server.addr()) {
+            (Some(name), ConnectionAddr::TcpTls { port, .. }) => {
+                with_address(&self.server, name, *port)
+            }
+            _ => self.server.clone(),
+        }
+    }
+}
+
 impl Dialer {
     /// Creates a dialer whose connections take at most `time`.
     pub(crate) fn new(
@@ -75,8 +96,8 @@ impl Dialer {
         Self {
             time,
             server_name,
-            login: None,
             client_name,
+            login: None,
             connected: AtomicBool::new(false),
             asked: Mutex::default(),
         }
@@ -89,23 +110,41 @@ impl Dialer {
 
     /// Opens a connection to a server.
     pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let connection = match &self.login {
-            Some(login) => self.log_in(login, server).await,
-            None => self.dial_as(server).await,
+        self.dial_at(server, None).await
+    }
+
+    /// Opens a connection to a server that is reached at another address than the one it announces. Its certificate has
+    /// the announced name.
+    pub(crate) async fn dial_at(
+        &self,
+        announced: &ConnectionInfo,
+        reached: Option<(String, u16)>,
+    ) -> Result<Driven, StoreError> {
+        let mut target = Target {
+            server: announced.clone(),
+            name: self.server_name.clone(),
         };
-        connection.map_err(|error| error.with_server(server.addr()))
+        let mut shown = announced.addr().to_string();
+        if let Some((host, port)) = &reached {
+            shown = format!("{shown} (reached at {host}:{port})");
+            if let ConnectionAddr::TcpTls { host, .. } = announced.addr() {
+                target.name.get_or_insert_with(|| host.clone());
+            }
+            target.server = with_address(announced, host, *port);
+        }
+        let opened = match &self.login {
+            Some(login) => self.log_in(login, target).await,
+            None => self.dial_as(&target).await,
+        };
+        opened.map_err(|error| error.with_server(shown))
     }
 
     /// Opens a connection with the newest credentials. If the server rejects them, uses newer ones.
-    async fn log_in(
-        &self,
-        login: &Arc<Login>,
-        server: &ConnectionInfo,
-    ) -> Result<Driven, StoreError> {
+    async fn log_in(&self, login: &Arc<Login>, mut target: Target) -> Result<Driven, StoreError> {
         let mut issued = login.credentials().await?;
         loop {
-            let server = issued.apply(server);
-            match self.dial_as(&server).await {
+            target.server = issued.apply(&target.server);
+            match self.dial_as(&target).await {
                 Ok(mut connection) => {
                     connection.login = Some(LoggedIn::new(login, issued));
                     return Ok(connection);
@@ -122,35 +161,35 @@ impl Dialer {
     }
 
     /// Opens a connection with the credentials in these settings.
-    async fn dial_as(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
+    async fn dial_as(&self, target: &Target) -> Result<Driven, StoreError> {
         let opened = match self.connected.load(Relaxed) {
-            true => self.open(server).await,
-            false => self.open_first(server).await,
+            true => self.open(target).await,
+            false => self.open_first(target).await,
         };
         self.connected.fetch_or(opened.is_ok(), Relaxed);
         opened
     }
 
     /// Opens a connection, and asks for the reason if the server does not accept its greeting.
-    async fn open(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let connected = self.connect(server).await;
+    async fn open(&self, target: &Target) -> Result<Driven, StoreError> {
+        let connected = self.connect(target).await;
         let mut opened = connected.map_err(|error| error_of(&error))?;
         let name = self.client_name.as_deref();
-        match greet(&mut opened, server.redis_settings(), name).await {
+        match greet(&mut opened, target.server.redis_settings(), name).await {
             Ok(()) => Ok(opened),
             Err(error) if may_be_explained(&error) => {
                 drop(opened);
-                Err(self.reason(server).await.unwrap_or(error))
+                Err(self.reason(target).await.unwrap_or(error))
             }
             Err(error) => Err(error),
         }
     }
 
     /// Connects without a greeting.
-    async fn connect(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
+    async fn connect(&self, target: &Target) -> Result<Driven, RedisError> {
         let mut config = without_timeouts();
-        if let ConnectionAddr::Tcp(host, port) = server.addr() {
-            let stream = connect(host, *port, server.tcp_settings(), self.time / 4).await?;
+        if let ConnectionAddr::Tcp(host, port) = target.server.addr() {
+            let stream = connect(host, *port, target.server.tcp_settings(), self.time / 4).await?;
             let settings = without_greeting();
             let opening = MultiplexedConnection::new_with_config(&settings, stream, config);
             let (connection, driver) = opening.await?;
@@ -160,10 +199,10 @@ impl Dialer {
                 login: None,
             });
         }
-        if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
+        if let ConnectionAddr::TcpTls { host, .. } = target.server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
         }
-        let server = self.named(server).set_redis_settings(without_greeting());
+        let server = target.named().set_redis_settings(without_greeting());
         let connection = Client::open(server)?
             .get_multiplexed_async_connection_with_config(&config)
             .await?;
@@ -174,23 +213,14 @@ impl Dialer {
         })
     }
 
-    /// Replaces the host with the name in the certificate, against which redis-rs verifies it. The resolver still uses
-    /// the real one.
-    fn named(&self, server: &ConnectionInfo) -> ConnectionInfo {
-        match (&self.server_name, server.addr()) {
-            (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
-            _ => server.clone(),
-        }
-    }
-
     /// Connects for the first time. If that takes long, asks at the same time why the server does not reply.
-    async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let opening = pin!(self.open(server));
+    async fn open_first(&self, target: &Target) -> Result<Driven, StoreError> {
+        let opening = pin!(self.open(target));
         let opening = match select(opening, pin!(sleep(self.time / 4))).await {
             Either::Left((opened, _)) => return opened,
             Either::Right(((), opening)) => opening,
         };
-        match select(opening, pin!(self.reason_of_silence(server))).await {
+        match select(opening, pin!(self.reason_of_silence(target))).await {
             Either::Left((opened, _)) => opened,
             Either::Right((Some(reason), _)) => Err(reason),
             Either::Right((None, opening)) => opening.await,
@@ -198,16 +228,16 @@ impl Dialer {
     }
 
     /// Returns the reason that the server gives for its refusal, which is asked for once a second.
-    async fn reason(&self, server: &ConnectionInfo) -> Option<StoreError> {
+    async fn reason(&self, target: &Target) -> Option<StoreError> {
         if let Some(asked) = &*lock(&self.asked)
-            && asked.server == *server.addr()
+            && asked.server == *target.server.addr()
             && asked.at.elapsed() < ASK_EVERY
         {
             return asked.reason.clone();
         }
-        let reason = self.ask_for_reason(server).await;
+        let reason = self.ask_for_reason(target).await;
         *lock(&self.asked) = Some(Asked {
-            server: server.addr().clone(),
+            server: target.server.addr().clone(),
             at: instant(),
             reason: reason.clone(),
         });
@@ -216,8 +246,8 @@ impl Dialer {
 
     /// Opens another connection, on which the server may say why it serves nobody. That connection sends no password, which
     /// the server might repeat.
-    async fn ask_for_reason(&self, server: &ConnectionInfo) -> Option<StoreError> {
-        match server.addr() {
+    async fn ask_for_reason(&self, target: &Target) -> Option<StoreError> {
+        match target.server.addr() {
             ConnectionAddr::Tcp(host, port) => {
                 let line = self.first_line(host, *port, TLS_GREETING).await?;
                 match line.first() {
@@ -226,16 +256,16 @@ impl Dialer {
                     _ => None,
                 }
             }
-            ConnectionAddr::TcpTls { host, .. } => self.reason_over_tls(server, host).await,
+            ConnectionAddr::TcpTls { host, .. } => self.reason_over_tls(target, host).await,
             _ => None,
         }
     }
 
     /// Over TLS, only redis-rs can read what the server says: as the reply to its own greeting.
-    async fn reason_over_tls(&self, server: &ConnectionInfo, host: &str) -> Option<StoreError> {
+    async fn reason_over_tls(&self, target: &Target, host: &str) -> Option<StoreError> {
         let config = without_timeouts().set_dns_resolver(Host(host.to_owned()));
         let hello = without_greeting().set_protocol(ProtocolVersion::RESP3);
-        let client = Client::open(self.named(server).set_redis_settings(hello)).ok()?;
+        let client = Client::open(target.named().set_redis_settings(hello)).ok()?;
         let opening = client.get_multiplexed_async_connection_with_config(&config);
         let opened = patient(self.time / 4, STEPS, opening).await.ok()?;
         let error = opened.err()?;
@@ -249,9 +279,9 @@ impl Dialer {
 
     /// Returns the reason why a server does not reply. A Redis without TLS takes a TLS greeting for the start of a command,
     /// and waits for the rest.
-    async fn reason_of_silence(&self, server: &ConnectionInfo) -> Option<StoreError> {
-        let ConnectionAddr::TcpTls { host, port, .. } = server.addr() else {
-            return self.reason(server).await;
+    async fn reason_of_silence(&self, target: &Target) -> Option<StoreError> {
+        let ConnectionAddr::TcpTls { host, port, .. } = target.server.addr() else {
+            return self.reason(target).await;
         };
         let line = self.first_line(host, *port, b"PING\r\n").await?;
         b"+-".contains(&line[0]).then(|| {

@@ -4,6 +4,7 @@
 //! A single server is one node, and so is the master that sentinels report. A cluster has a node
 //! per master.
 
+mod addresses;
 pub(super) mod cluster;
 mod logins;
 mod node;
@@ -13,6 +14,8 @@ use std::sync::Arc;
 
 use redis::ConnectionInfo;
 
+pub(super) use addresses::AddressMap;
+pub(in crate::store) use addresses::two_to_one;
 pub(super) use logins::{CredentialSources, Logins};
 pub(super) use node::Node;
 
@@ -76,6 +79,7 @@ impl Topology {
         settings: &RedisSettings,
         tls: &Tls,
         logins: Logins,
+        addresses: AddressMap,
     ) -> Result<Self, ConfigError> {
         for server in servers.all() {
             *server = kept_alive(server.clone());
@@ -101,12 +105,13 @@ impl Topology {
                 dialer(logins.servers),
                 sentinels,
                 dialer(logins.sentinels),
+                addresses,
                 time_to_connect,
             ))),
             NamedServers::Cluster(seeds) => {
-                let dialer = dialer(logins.servers);
                 let partitions = settings.partitions.get();
-                let cluster = Cluster::new(seeds, dialer, &settings.prefix, partitions);
+                let dialer = dialer(logins.servers);
+                let cluster = Cluster::new(seeds, dialer, addresses, &settings.prefix, partitions);
                 Self::Cluster(Arc::new(cluster))
             }
         })
