@@ -17,6 +17,7 @@ mod screenshots;
 mod servers;
 mod svg;
 mod test;
+mod unused;
 
 use std::env;
 use std::process::{Command, ExitCode};

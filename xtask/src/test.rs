@@ -5,7 +5,7 @@ use std::thread;
 
 use crate::command::{cargo, run, succeeds};
 use crate::metadata::Metadata;
-use crate::{Result, api, install, pages, simulate};
+use crate::{Result, api, install, pages, simulate, unused};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 const NO_FEATURES: &str = "--no-default-features";
@@ -15,6 +15,7 @@ pub(crate) fn test() -> Result {
     cargo(&["fmt", "--all", "--check"])?;
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
+    unused::check()?;
     let version = metadata.rust_version().to_owned();
     // Run this concurrently: it shares nothing with the other steps, and most of them use one processor.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
