@@ -234,7 +234,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
-        let key = extractor.extract(request);
+        let key = extractor.extract_for(request, &self.notifier);
         if self.settings.dry_run {
             return self.exempt(request, key, grant);
         }

@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::strategy::Ask;
 use super::{
     Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId, Source,
-    State, Verdict, Verdicts, duration,
+    State, Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these

@@ -4,6 +4,7 @@
 pub(crate) mod bounded_map;
 mod clock;
 mod copies;
+mod first;
 mod jitter;
 mod patience;
 mod seed;
@@ -16,6 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) use bounded_map::{BoundedMap, Hold, MapSlot, Ranked};
 pub(crate) use clock::{Clock, instant, unix_time};
 pub(crate) use copies::{Copies, OwnCount, own_list};
+pub(crate) use first::FirstTime;
 pub(crate) use jitter::{jittered, random};
 pub(crate) use patience::{Notice, Patient, patient};
 pub(crate) use seed::RandomState;

@@ -5,7 +5,6 @@ mod networks;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
@@ -18,7 +17,7 @@ use crate::limit::{Key, KeyForms, Policies};
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
-use crate::util::{Copies, own_list};
+use crate::util::{Copies, FirstTime, own_list};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
@@ -120,10 +119,10 @@ pub struct Tiers {
 #[derive(Default)]
 struct Unknown {
     misses: Misses,
-    reported: AtomicBool,
+    reported: FirstTime,
     /// The first unlisted plan, if it may be the default plan.
     maybe_default: OnceLock<Box<str>>,
-    narrow_reported: AtomicBool,
+    narrow_reported: FirstTime,
 }
 
 type TierName = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
@@ -347,7 +346,7 @@ impl Unknown {
         }
         let may_be_default =
             !plans.default_is_named() && self.maybe_default.set(name.into()).is_ok();
-        if !may_be_default && self.reported.swap(true, Relaxed) {
+        if !may_be_default && !self.reported.is_now() {
             return;
         }
         let mut listed: Vec<_> = plans.named.keys().collect();
@@ -369,7 +368,7 @@ impl Unknown {
     #[cold]
     fn report_narrow(&self, networks: &Networks, caller: IpNet) {
         if let Some(network) = networks.narrower(caller)
-            && !self.narrow_reported.swap(true, Relaxed)
+            && self.narrow_reported.is_now()
         {
             let problem = format!(
                 "the policies of the network {network} apply to nothing: it is a part of one caller, whose key is a network of {} bits: \
@@ -404,7 +403,7 @@ impl PolicySelector for Tiers {
                 return own.clone();
             }
             if caller.prefix_len() < caller.max_prefix_len()
-                && !self.unknown.narrow_reported.load(Relaxed)
+                && !self.unknown.narrow_reported.is_over()
             {
                 self.unknown.report_narrow(&self.networks, caller);
             }
@@ -425,7 +424,7 @@ impl PolicySelector for Tiers {
             Some(policies) => policies.clone(),
             None => {
                 if let Some(name) = name
-                    && !self.unknown.reported.load(Relaxed)
+                    && !self.unknown.reported.is_over()
                 {
                     self.unknown.report(name, plans);
                 }
