@@ -334,8 +334,8 @@ impl Report {
             points,
         };
         let lines = vec![
-            line("measured", "#0072b2", false, self.medians(|m| m.per_second)),
-            line("Redis, always busy", "#555", true, alone),
+            line("measured", "blue", false, self.medians(|m| m.per_second)),
+            line("Redis, always busy", "grey", true, alone),
         ];
         Picture {
             title: "Decisions per second",

@@ -18,6 +18,7 @@ use std::time::Duration;
 use benches::page;
 use benches::support::RedisServer;
 use futures_util::future::join_all;
+use svg::{WIDTH, legend, strong, svg, text};
 use tokio::runtime;
 use tokio::time::{MissedTickBehavior, interval};
 use tower_redis_ratelimit::check::Check;
@@ -25,6 +26,9 @@ use tower_redis_ratelimit::store::{Share, Store};
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
+
+#[path = "../xtask/src/svg.rs"]
+mod svg;
 
 const PARTS: [u32; 4] = [8, 4, 2, 1];
 const LIMIT: u32 = 2_000;
@@ -128,82 +132,82 @@ async fn ask(store: impl Store, part: u32, policies: Policies) -> [u32; POINTS] 
     granted
 }
 
-const COLORS: [&str; 4] = ["#0072b2", "#56b4e9", "#009e73", "#e69f00"];
-const WIDTH: f64 = 300.0;
+const COLORS: [&str; 4] = ["blue", "sky", "green", "amber"];
+const PANEL: f64 = 298.0;
 
 /// Draws both runs side by side: the grants of the instances, stacked, and the limit.
 fn draw(runs: &[Run]) -> String {
-    let seconds = TICK.as_secs_f64() * TICKS as f64;
-    let y = |per_second: f64| 250.0 - 200.0 * per_second / f64::from(DEMAND);
-    let mut marks = String::new();
-    for (
-        i,
-        Run {
-            name,
-            granted,
-            calls,
-        },
-    ) in runs.iter().enumerate()
-    {
-        let left = 60.0 + (WIDTH + 30.0) * i as f64;
-        let x = |point: usize| left + WIDTH * point as f64 / POINTS as f64;
+    let title = format!(
+        "Grants per second of four instances, of {} in all",
+        thousands(LIMIT)
+    );
+    let mut entries = vec![];
+    let mut names = vec![];
+    for part in PARTS {
+        let share = DEMAND * part / PARTS.iter().sum::<u32>();
+        names.push(format!("sends {}", thousands(share)));
+    }
+    for (name, color) in names.iter().zip(COLORS) {
+        entries.push(("area", color, &**name));
+    }
+    entries.push(("dashed", "text", "limit"));
+    let columns = [12.0, 162.0, 292.0, 422.0, 552.0];
+
+    let mut shapes = strong(10.0, 25.0, "start", &title) + &legend(54.0, &columns, &entries);
+    for value in [0, LIMIT / 2, LIMIT, DEMAND] {
+        shapes += &text(64.0, y(f64::from(value)) + 6.0, "end", thousands(value));
+    }
+    for (i, run) in runs.iter().enumerate() {
+        shapes += &run.draw(72.0 + (PANEL + 34.0) * i as f64);
+    }
+    shapes += &text(WIDTH / 2.0, 364.0, "middle", "seconds");
+    svg(376, &title, &shapes)
+}
+
+fn y(per_second: f64) -> f64 {
+    314.0 - 210.0 * per_second / f64::from(DEMAND)
+}
+
+fn thousands(value: u32) -> String {
+    match value {
+        0..1_000 => value.to_string(),
+        _ => format!("{},{:03}", value / 1_000, value % 1_000),
+    }
+}
+
+impl Run {
+    fn draw(&self, left: f64) -> String {
+        let seconds = TICK.as_secs_f64() * TICKS as f64;
+        let x = |point: usize| left + PANEL * point as f64 / POINTS as f64;
+        let mut shapes = String::new();
         let mut below = [0.0; POINTS];
-        for (points, color) in granted.iter().zip(COLORS) {
-            let above: Vec<f64> = below
-                .iter()
-                .zip(points)
-                .map(|(below, point)| below + f64::from(*point) / seconds)
-                .collect();
+        for (points, color) in self.granted.iter().zip(COLORS) {
+            let mut above = below;
+            for (above, point) in above.iter_mut().zip(points) {
+                *above += f64::from(*point) / seconds;
+            }
             // A step per point, and back along the steps below.
-            let forth: String = (0..POINTS)
-                .map(|p| format!("L{:.1} {:.1}H{:.1}", x(p), y(above[p]), x(p + 1)))
-                .collect();
-            let back: String = (0..POINTS)
-                .rev()
-                .map(|p| format!("L{:.1} {:.1}H{:.1}", x(p + 1), y(below[p]), x(p)))
-                .collect();
-            let _ = writeln!(
-                marks,
-                "<path d=\"M{left} {:.1}{forth}{back}z\" fill=\"{color}\"/>",
-                y(below[0])
-            );
-            below.copy_from_slice(&above);
+            let mut path = format!("M{left:.1} {:.1}", y(below[0]));
+            for (p, above) in above.iter().enumerate() {
+                let _ = write!(path, "V{:.1}H{:.1}", y(*above), x(p + 1));
+            }
+            for (p, below) in below.iter().enumerate().rev() {
+                let _ = write!(path, "V{:.1}H{:.1}", y(*below), x(p));
+            }
+            let _ = writeln!(shapes, "<path class=\"area {color}\" d=\"{path}z\"/>");
+            below = above;
         }
-        let (right, limit, middle) = (left + WIDTH, y(f64::from(LIMIT)), left + WIDTH / 2.0);
+        let (right, limit) = (left + PANEL, y(f64::from(LIMIT)));
         let _ = writeln!(
-            marks,
-            "<path d=\"M{left} {limit:.1}H{right}\" stroke=\"#222\" stroke-dasharray=\"4 3\"/>\n\
-             <text x=\"{middle}\" y=\"38\" text-anchor=\"middle\" font-size=\"12\" fill=\"#222\">{name}: {calls} calls a second</text>",
+            shapes,
+            "<path class=\"dashed text\" d=\"M{left:.1} {limit:.1}H{right:.1}\"/>"
         );
+        let heading = format!("{}: {} calls a second", self.name, self.calls);
+        shapes += &text((left + right) / 2.0, 90.0, "middle", heading);
         for second in (0..=(POINTS as f64 * seconds) as usize).step_by(5) {
             let x = x((second as f64 / seconds) as usize);
-            let _ = writeln!(
-                marks,
-                "<text x=\"{x:.1}\" y=\"266\" text-anchor=\"middle\">{second} s</text>"
-            );
+            shapes += &text(x, 338.0, "middle", second);
         }
+        shapes
     }
-    for value in [0, LIMIT / 2, LIMIT, DEMAND] {
-        let _ = writeln!(
-            marks,
-            "<text x=\"54\" y=\"{:.1}\" text-anchor=\"end\">{value}</text>",
-            y(f64::from(value)) + 4.0
-        );
-    }
-    for ((part, color), at) in PARTS.iter().zip(COLORS).zip([0.0, 14.0, 28.0, 42.0]) {
-        let share = DEMAND * part / PARTS.iter().sum::<u32>();
-        let _ = writeln!(
-            marks,
-            "<text x=\"698\" y=\"{:.1}\" fill=\"{color}\">sends {share}</text>",
-            240.0 - at
-        );
-    }
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"760\" height=\"276\" viewBox=\"0 0 760 276\" role=\"img\"\n \
-         font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\" font-size=\"11\" fill=\"#555\">\n\
-         <title>Grants per second of four instances under one limit, without leases and with them</title>\n\
-         <rect width=\"760\" height=\"276\" rx=\"4\" fill=\"#fff\"/>\n\
-         <text x=\"10\" y=\"18\" font-size=\"14\" font-weight=\"bold\" fill=\"#222\">Grants per second of four instances, of {LIMIT} in all</text>\n\
-         {marks}</svg>\n",
-    )
 }

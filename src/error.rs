@@ -2,6 +2,7 @@
 //! module can use it.
 
 use std::borrow::Cow;
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 
@@ -41,19 +42,34 @@ impl ConfigError {
 /// of a secret key), `://` or the `user:` before an `@` (a password), or `-----BEGIN` (a private
 /// key). Ignores case, and also matches inside a text that is not a valid key, URL or PEM.
 pub(crate) fn redacted(text: &str) -> Cow<'_, str> {
+    // Only ASCII letters differ, so a place in one text is the same place in the other.
     let lower = text.to_ascii_lowercase();
-    let after = |mark: &str| Some(lower.find(mark)? + mark.len());
-    let colon_in = |from: usize, to: usize| Some(from + lower[from..to].find(':')? + 1);
-    let ends = [
-        after("://"),
-        after("-----begin"),
-        after("secret").and_then(|from| colon_in(from, lower.len())),
-        lower.rfind('@').and_then(|to| colon_in(0, to)),
+    let starts = [
+        after(&lower, "://"),
+        after(&lower, "-----begin"),
+        after_named_secret(&lower),
+        after_user(&lower),
     ];
-    match ends.into_iter().flatten().min() {
-        Some(end) if end < text.len() => format!("{}\u{2026}", &text[..end]).into(),
+    match starts.into_iter().flatten().min() {
+        Some(start) if start < text.len() => format!("{}\u{2026}", &text[..start]).into(),
         _ => text.into(),
     }
+}
+
+fn after(text: &str, mark: &str) -> Option<usize> {
+    Some(text.find(mark)? + mark.len())
+}
+
+/// The place after `secret`, other text, and a colon.
+fn after_named_secret(text: &str) -> Option<usize> {
+    let name_end = after(text, "secret")?;
+    Some(name_end + after(&text[name_end..], ":")?)
+}
+
+/// The place after the first colon before the last `@`: a password may contain both.
+fn after_user(text: &str) -> Option<usize> {
+    let host = text.rfind('@')?;
+    after(&text[..host], ":")
 }
 
 impl fmt::Display for ConfigError {
@@ -89,7 +105,7 @@ pub struct StoreError {
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
     /// The message, if it is not that of the kind.
-    message: Option<&'static str>,
+    message: Option<Cow<'static, str>>,
     /// Whether the error concerns a single check, and not the store.
     check_only: bool,
     /// Whether the check was certainly not sent, and therefore not charged.
@@ -102,10 +118,11 @@ const MAX_TEXT: usize = 300;
 /// Returns the text, truncated to [`MAX_TEXT`] bytes.
 fn shortened(mut text: String) -> String {
     if text.len() > MAX_TEXT {
-        let end = (0..=MAX_TEXT)
-            .rev()
-            .find(|end| text.is_char_boundary(*end))
-            .unwrap_or(0);
+        let mut end = MAX_TEXT;
+        // `truncate` panics within a character.
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
         text.truncate(end);
         text.push('\u{2026}');
     }
@@ -240,6 +257,17 @@ impl StoreError {
         }
     }
 
+    /// Creates an error of this kind with a cause of any type.
+    pub(crate) fn with_boxed_source(
+        kind: ErrorKind,
+        cause: Box<dyn std::error::Error + Send + Sync>,
+    ) -> Self {
+        Self {
+            cause: Some(cause.into()),
+            ..Self::new(kind)
+        }
+    }
+
     /// Creates an error of this kind with this reason, truncated to [`MAX_TEXT`] bytes.
     pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
         let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
@@ -251,10 +279,21 @@ impl StoreError {
 
     /// Replaces the message of the kind.
     #[must_use]
-    pub(crate) fn with_message(self, message: &'static str) -> Self {
+    pub(crate) fn with_message(self, message: impl Into<Cow<'static, str>>) -> Self {
         Self {
-            message: Some(message),
+            message: Some(message.into()),
             ..self
+        }
+    }
+
+    /// Returns `true` if the message contains the cause: it ends with a colon then.
+    fn shows_cause(&self) -> bool {
+        match self.kind {
+            ErrorKind::Configuration | ErrorKind::Refused => true,
+            _ => self
+                .message
+                .as_deref()
+                .is_some_and(|message| message.ends_with(": ")),
         }
     }
 
@@ -270,11 +309,12 @@ impl StoreError {
     /// kept. Leave out user and password.
     #[must_use]
     pub fn with_server(self, server: impl fmt::Display) -> Self {
-        let server = self
-            .server
-            .unwrap_or_else(|| shortened(server.to_string()).into());
+        // The first one is the nearest to the error.
+        if self.server.is_some() {
+            return self;
+        }
         Self {
-            server: Some(server),
+            server: Some(shortened(server.to_string()).into()),
             ..self
         }
     }
@@ -350,18 +390,23 @@ const SERVER: &str = "the server";
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // These causes contain their own advice, which replaces the general one.
-        let (text, cause) = match (self.kind, &self.cause) {
-            (ErrorKind::Configuration, Some(cause)) => {
-                ("invalid store configuration: ", Some(cause))
-            }
-            (ErrorKind::Refused, Some(cause)) => ("the server rejected the command: ", Some(cause)),
-            (kind, _) => (self.message.unwrap_or(kind.advice()), None),
+        let cause = match &self.cause {
+            Some(cause) if self.shows_cause() => Some(cause),
+            _ => None,
+        };
+        let text = match (self.kind, cause) {
+            (ErrorKind::Configuration, Some(_)) => "invalid store configuration: ",
+            (ErrorKind::Refused, Some(_)) => "the server rejected the command: ",
+            (kind, _) => self.message.as_deref().unwrap_or(kind.advice()),
         };
         match (&self.server, text.split_once(SERVER)) {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,
             _ => f.write_str(text)?,
         }
-        cause.map_or(Ok(()), |cause| write!(f, "{cause}"))
+        match cause {
+            Some(cause) => write!(f, "{cause}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -379,6 +424,13 @@ impl fmt::Debug for StoreError {
     }
 }
 
+/// For values that need no conversion, such as the quota of a policy.
+impl From<Infallible> for ConfigError {
+    fn from(never: Infallible) -> Self {
+        match never {}
+    }
+}
+
 impl From<ConfigError> for StoreError {
     fn from(error: ConfigError) -> Self {
         Self::with_source(ErrorKind::Configuration, error)
@@ -388,11 +440,10 @@ impl From<ConfigError> for StoreError {
 impl std::error::Error for StoreError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         let cause = self.cause.as_deref()?;
-        match self.kind {
-            // The message already contains the text of this cause.
-            ErrorKind::Configuration | ErrorKind::Refused => cause.source(),
-            _ => Some(cause),
+        if self.shows_cause() {
+            return cause.source();
         }
+        Some(cause)
     }
 }
 
@@ -562,6 +613,9 @@ mod tests {
             RedisStore::builder(url).prefix("a b"),
             RedisStore::builder(url).timeout(Duration::ZERO),
             RedisStore::builder(url).partitions(partitions),
+            RedisStore::builder("redis://:a@b").password_file("c"),
+            RedisStore::builder("redis://a/?password_file=b").password_file("c"),
+            RedisStore::builder(url).sentinel_password_file("c"),
         ] {
             assert_names_fix(builder.connect_lazy().unwrap_err());
         }

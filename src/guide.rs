@@ -1,22 +1,42 @@
 //! [answers]: crate::guide::answers
+//! [by-key]: crate::guide::recipes#by-api-key-with-a-costlier-route-and-an-exempt-health-check
+//! [by-user]: crate::guide::recipes#by-user-or-by-address-without-a-login
 //! [choosing]: crate::guide::choosing
+//! [client]: crate::guide::recipes#a-client-that-keeps-to-a-servers-limit
+//! [codes]: crate::guide::pitfalls#error-codes
 //! [comparison]: crate::guide::comparison
+//! [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
+//! [failures]: crate::guide::recipes#only-failures-count
 //! [faults]: crate::guide::faults
+//! [file]: crate::guide::recipes#limits-from-a-file
+//! [in-flight]: crate::guide::settling#requests-in-flight
+//! [jobs]: crate::guide::recipes#jobs-of-a-queue
 //! [keys]: crate::guide::keys
 //! [leases]: crate::guide::leases
+//! [limiter]: crate::guide::recipes#outside-of-tower
+//! [logins]: crate::guide::recipes#login-attempts-by-address-and-by-user
 //! [migrating]: crate::guide::migrating
 //! [options]: crate::guide::options
+//! [pauses]: crate::guide::waiting#pauses-after-a-429
 //! [performance]: crate::guide::performance
 //! [pitfalls]: crate::guide::pitfalls
+//! [plans]: crate::guide::recipes#plans-and-one-customers-limit
+//! [proxies]: crate::guide::keys#behind-proxies
 //! [recipes]: crate::guide::recipes
+//! [reload]: crate::guide::recipes#new-limits-without-a-restart
+//! [routes]: crate::guide::recipes#by-route-with-one-layer
 //! [runbook]: crate::guide::runbook
 //! [running]: crate::guide::running
 //! [servers]: crate::guide::servers
 //! [settling]: crate::guide::settling
+//! [several]: crate::guide::recipes#several-limits-of-one-caller
 //! [sizing]: crate::guide::sizing
+//! [sockets]: crate::guide::recipes#websockets-few-at-a-time-and-few-messages
 //! [start]: crate::guide::start
+//! [tokens]: crate::guide::recipes#tokens-of-a-language-model-and-few-answers-at-a-time
 //! [upgrades]: crate::guide::upgrades
 //! [waiting]: crate::guide::waiting
+//! [whole]: crate::guide::recipes#the-whole-service-and-each-caller
 #![doc = include_str!("../docs/README.md")]
 
 /// A first service: a key, a 429, Redis, an outage.
@@ -39,19 +59,24 @@ pub mod start {}
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
+#[allow(
+    rustdoc::invalid_rust_codeblocks,
+    reason = "they are parts of programs"
+)]
 pub mod recipes {}
 
 /// Rate-limit keys: extractors, headers, proxies.
 ///
-/// [handler]: crate::guide::recipes#costs-logins-tokens-websockets-jobs-retries
+/// [handler]: crate::guide::recipes#login-attempts-by-address-and-by-user
 /// [order]: crate::guide::pitfalls#the-order-of-layers
-/// [two]: crate::guide::recipes#limits-plans-routes-several-limits
+/// [two]: crate::guide::recipes#the-whole-service-and-each-caller
 #[doc = include_str!("../docs/keys.md")]
 pub mod keys {}
 
 /// Costs that are known only after the response, and requests in flight.
 ///
-/// [recipes]: crate::guide::recipes#costs-logins-tokens-websockets-jobs-retries
+/// [chat]: crate::guide::recipes#tokens-of-a-language-model-and-few-answers-at-a-time
+/// [sockets]: crate::guide::recipes#websockets-few-at-a-time-and-few-messages
 /// [report]: crate::guide::pitfalls#in-flight-without-end
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/settling.md")]
@@ -96,7 +121,7 @@ pub mod upgrades {}
 /// [busy]: crate::guide::faults#a-busy-runtime
 /// [by-hand]: crate::guide::runbook#one-caller-by-hand
 /// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
-/// [dry-run]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
+/// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [keys]: crate::guide::keys
 /// [kinds]: crate::guide::runbook#fixes-by-kind
@@ -121,7 +146,7 @@ pub mod pitfalls {}
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
-/// [metrics]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
+/// [metrics]: crate::guide::recipes#prometheus
 /// [options]: crate::guide::options#stores
 /// [order]: crate::guide::pitfalls#the-order-of-layers
 /// [proxies]: crate::guide::keys#behind-proxies
@@ -132,7 +157,7 @@ pub mod runbook {}
 
 /// Quota that is charged in advance and spent in memory.
 ///
-/// [outside]: crate::guide::recipes#without-a-server-queue-workers-clients-other-code
+/// [outside]: crate::guide::recipes#outside-of-tower
 /// [pitfalls]: crate::guide::pitfalls#not-leased
 /// [short]: crate::guide::pitfalls#short-lease
 /// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
@@ -166,7 +191,7 @@ pub mod options {}
 
 /// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
-/// [json]: crate::guide::recipes#responses-json-old-clients-grpc-streams-waiting
+/// [json]: crate::guide::recipes#a-json-body
 /// [pitfalls]: crate::guide::pitfalls#error-codes
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}

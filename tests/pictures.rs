@@ -15,6 +15,15 @@ use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, Quota, Strategy};
 
+use svg::{strong, svg, text};
+
+#[expect(
+    dead_code,
+    reason = "these pictures name their rows, and need no legend"
+)]
+#[path = "../xtask/src/svg.rs"]
+mod svg;
+
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const LIMIT: u32 = 10;
@@ -26,8 +35,8 @@ const END: i64 = 39_000;
 const STEP: usize = 100;
 const PHASES: [(i64, &str); 4] = [
     (3_500, "trickle"),
-    (9_900, "two bursts of 15"),
-    (18_500, "silence"),
+    (10_700, "two bursts of 15"),
+    (19_500, "silence"),
     (31_500, "flood, 5 per second"),
 ];
 
@@ -73,7 +82,7 @@ fn pictures() -> Result<Vec<(String, String)>> {
         files.push((format!("docs/strategies/{name}.svg"), picture));
     }
     // The benches `load` and `leases` draw these, and the last one is drawn by `cargo xtask screenshots`.
-    for name in ["throughput", "leases-plot", "dashboard"] {
+    for name in ["throughput", "leases-plot", "outage"] {
         inline.push_str(&definition(
             name,
             &fs::read_to_string(path(&format!("docs/{name}.svg")))?,
@@ -176,18 +185,20 @@ fn millis(millis: i64) -> Duration {
     Duration::from_millis(millis.unsigned_abs())
 }
 
-/// The line that granted requests are stacked on and denied ones hang from.
-const GROUND: f64 = 143.0;
+/// The plot, from left to right.
+const LEFT: f64 = 122.0;
+const RIGHT: f64 = 712.0;
 /// The line at which nothing remains, and the height of a unit above it.
-const EMPTY: f64 = 94.0;
-const UNIT: f64 = 4.8;
+const EMPTY: f64 = 128.0;
+const UNIT: f64 = 5.0;
+/// The line that granted requests are stacked on and denied ones hang from.
+const GROUND: f64 = 194.0;
+/// The lowest end of the plot.
+const BOTTOM: f64 = 284.0;
 /// From one mark of a stack to the next, and the size of a mark.
-const PITCH: f64 = 3.7;
-const MARK: f64 = 2.8;
-
-const GRANTED: &str = "#0072b2";
-const DENIED: &str = "#d55e00";
-const HIGHLIGHT: &str = "#fff0b3";
+const PITCH: f64 = 5.6;
+const WIDTH: f64 = 3.0;
+const HEIGHT: f64 = 4.6;
 
 impl Play {
     /// The largest sum of grants in a period, and the end of the first such period.
@@ -211,45 +222,50 @@ impl Play {
 
     fn draw(&self, title: &str) -> String {
         let (most, end) = self.most();
-        let caption = format!("at most {most} granted in any 10 s");
-        let borders: String = (0..END).step_by(PERIOD as usize).map(border).collect();
-        let phases: String = PHASES
-            .iter()
-            .map(|(time, name)| text(x(*time), 36.0, name))
-            .collect();
-        format!(
-            r##"<svg xmlns="http://www.w3.org/2000/svg" width="800" height="220" viewBox="0 0 800 220" role="img"
- font-family="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif" font-size="11" fill="#555">
-<title>{title}, 10 per 10 s: {caption}</title>
-<rect width="800" height="220" rx="4" fill="#fff"/>
-<rect x="{band:.1}" y="42" width="{width:.1}" height="160" fill="{HIGHLIGHT}"/>
-<rect x="572" y="4" width="220" height="20" rx="4" fill="{HIGHLIGHT}"/>
-<text x="10" y="19" font-size="14" font-weight="bold" fill="#222">{title}<tspan font-size="11" font-weight="normal"
- fill="#555">, 10 per 10 s</tspan></text>
-<text x="682" y="18" font-size="12" font-weight="bold" fill="#222" text-anchor="middle">{caption}</text>
-<g text-anchor="middle">
-{borders}{phases}</g>
-<path d="M92 {full:.1}H791M92 {EMPTY:.1}H791M92 {GROUND:.1}H791" stroke="#ccc"/>
-<text x="10" y="73">remaining</text>
-<g text-anchor="end"><text x="87" y="{full_text:.1}">10</text><text x="87" y="{empty_text:.1}">0</text></g>
-<path d="{remaining}" fill="none" stroke="#222" stroke-width="1.5"/>
-<path d="{granted_key}{granted}" fill="{GRANTED}"/>
-<text x="22" y="131" fill="{GRANTED}">granted</text>
-<path d="{denied_key}{denied}" fill="none" stroke="{DENIED}" stroke-width="1.1"/>
-<text x="22" y="163" fill="{DENIED}">denied</text>
-</svg>
-"##,
-            band = x(end - PERIOD),
-            width = x(PERIOD) - x(0),
-            full = EMPTY - UNIT * f64::from(LIMIT),
-            full_text = EMPTY - UNIT * f64::from(LIMIT) + 4.0,
-            empty_text = EMPTY + 4.0,
-            remaining = self.remaining_line(),
-            granted_key = square(13.0, 127.0),
-            granted = self.marks(true, square),
-            denied_key = cross(13.0, 159.0),
-            denied = self.marks(false, cross),
-        )
+        let caption = format!("at most {most} granted in 10 s");
+        let full = EMPTY - UNIT * f64::from(LIMIT);
+
+        let mut shapes = format!(
+            "<rect class=\"band\" x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\"/>\n\
+             <rect class=\"band\" x=\"440\" y=\"6\" width=\"272\" height=\"26\" rx=\"4\"/>\n",
+            x(end - PERIOD),
+            full - 6.0,
+            x(PERIOD) - x(0),
+            BOTTOM - full + 6.0,
+        );
+        let quota = "<tspan style=\"font-weight:400\">, 10 per 10 s</tspan>";
+        shapes += &strong(10.0, 25.0, "start", format!("{title}{quota}"));
+        shapes += &strong(576.0, 25.0, "middle", &caption);
+        for (time, name) in PHASES {
+            shapes += &text(x(time), 60.0, "middle", name);
+        }
+        for time in (0..END).step_by(PERIOD as usize) {
+            shapes += &border(time, full);
+        }
+        for y in [full, EMPTY, GROUND] {
+            shapes += &format!("<path class=\"axis\" d=\"M{LEFT} {y:.1}H{RIGHT}\"/>\n");
+        }
+        shapes += &text(LEFT - 6.0, full + 6.0, "end", LIMIT);
+        shapes += &text(LEFT - 6.0, EMPTY + 6.0, "end", 0);
+        shapes += &text(10.0, (full + EMPTY) / 2.0 + 6.0, "start", "remaining");
+        shapes += &format!(
+            "<path class=\"curve text\" d=\"{}\"/>\n",
+            self.remaining_line()
+        );
+        shapes += &format!(
+            "<path class=\"area blue\" d=\"{}{}\"/>\n",
+            square(14.0, GROUND - 14.0),
+            self.marks(true, square),
+        );
+        shapes += &text(24.0, GROUND - 8.0, "start", "granted");
+        shapes += &format!(
+            "<path class=\"curve orange\" style=\"stroke-width:1.3\" d=\"{}{}\"/>\n",
+            cross(14.0, GROUND + 18.0),
+            self.marks(false, cross),
+        );
+        shapes += &text(24.0, GROUND + 24.0, "start", "denied");
+        let all = format!("{title}, 10 per 10 s: {caption}");
+        svg(314, &all, &shapes)
     }
 
     fn remaining_line(&self) -> String {
@@ -293,31 +309,24 @@ impl Play {
 
 /// Where a time is on the picture.
 fn x(time: i64) -> f64 {
-    92.0 + 699.0 * (time - START) as f64 / (END - START) as f64
-}
-
-fn text(x: f64, y: f64, text: &str) -> String {
-    format!("<text x=\"{x:.1}\" y=\"{y:.1}\">{text}</text>\n")
+    LEFT + (RIGHT - LEFT) * (time - START) as f64 / (END - START) as f64
 }
 
 /// Where a window of the clock begins.
-fn border(time: i64) -> String {
-    let line = format!(
-        "<path d=\"M{:.1} 42V202\" stroke=\"#bbb\" stroke-dasharray=\"2 2\"/>\n",
-        x(time)
-    );
-    line + &text(x(time), 215.0, &format!("{} s", time / 1_000))
+fn border(time: i64, top: f64) -> String {
+    let x = x(time);
+    format!(
+        "<path class=\"border\" d=\"M{x:.1} {top:.1}V{BOTTOM}\"/>
+"
+    ) + &text(x, BOTTOM + 20.0, "middle", format!("{} s", time / 1_000))
 }
 
 fn square(x: f64, y: f64) -> String {
-    format!(
-        "M{:.1} {:.1}h{MARK}v{MARK}h-{MARK}z",
-        x - MARK / 2.0,
-        y - MARK / 2.0
-    )
+    let (left, top) = (x - WIDTH / 2.0, y - HEIGHT / 2.0);
+    format!("M{left:.1} {top:.1}h{WIDTH}v{HEIGHT}h-{WIDTH}z")
 }
 
 fn cross(x: f64, y: f64) -> String {
-    let (left, top) = (x - MARK / 2.0, y - MARK / 2.0);
-    format!("M{left:.1} {top:.1}l{MARK} {MARK}m0-{MARK}l-{MARK} {MARK}")
+    let (left, top) = (x - WIDTH / 2.0, y - HEIGHT / 2.0);
+    format!("M{left:.1} {top:.1}l{WIDTH} {HEIGHT}m0-{HEIGHT}l-{WIDTH} {HEIGHT}")
 }

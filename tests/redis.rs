@@ -14,6 +14,8 @@ mod devices;
 mod in_flight_load;
 #[path = "support/remote.rs"]
 mod remote;
+#[path = "support/rotation.rs"]
+mod rotation;
 mod support;
 
 mod batches {
@@ -29,6 +31,10 @@ mod connections {
     mod redis {
         mod backoff;
         mod budget;
+        mod credentials;
+        mod names;
+        #[cfg(unix)]
+        mod password_files;
         mod paths;
         mod runtimes;
         mod urls;
@@ -56,6 +62,7 @@ mod errors {
         mod connect;
         mod forbidden;
         mod partial;
+        mod reasons;
         #[cfg(feature = "tracing")]
         mod texts;
     }

@@ -21,3 +21,5 @@ pub mod picture;
 pub mod redis_cell;
 #[path = "../../tests/support/mod.rs"]
 pub mod support;
+#[path = "../../xtask/src/svg.rs"]
+mod svg;

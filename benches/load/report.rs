@@ -326,28 +326,28 @@ impl Report {
         const LINES: [(&str, &str, Subject); 4] = [
             (
                 "RedisStore, one caller",
-                "#009e73",
+                "green",
                 Subject::Redis(Load::Granted),
             ),
             (
                 "RedisStore, 100k callers",
-                "#0072b2",
+                "blue",
                 Subject::Redis(Load::Many),
             ),
             (
                 "a script call each, multiplexed",
-                "#d55e00",
+                "orange",
                 Subject::Multiplexed(Load::Many),
             ),
             (
                 "a script call each, pool of 16",
-                "#cc79a7",
+                "pink",
                 Subject::Pool(Load::Many),
             ),
         ];
         let get = Line {
             name: "redis-benchmark GET, 64 at a time",
-            color: "#555",
+            color: "grey",
             is_dashed: true,
             points: vec![self.median(GET, throughput)?; CONCURRENCY.len()],
         };

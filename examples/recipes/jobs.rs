@@ -18,13 +18,10 @@ async fn print(job: Job) -> Result<u32, Infallible> {
 #[tokio::test(start_paused = true)]
 async fn jobs_are_limited_by_tenant() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let policy = Policy::new("pages", Strategy::Gcra, Quota::per_minute(60))?;
-    let limits = CallLimitLayer::new(
-        LocalStore::default(),
-        |job: &Job| Some(Key::new(job.tenant)),
-        policy,
-    )
-    .cost(|job| job.pages)
-    .skip(|job| job.tenant == "internal");
+    let by_tenant = |job: &Job| Some(Key::new(job.tenant));
+    let limits = CallLimitLayer::new(LocalStore::default(), by_tenant, policy)
+        .cost(|job| job.pages)
+        .skip(|job| job.tenant == "internal");
     let service = ServiceBuilder::new().layer(limits).service_fn(print);
 
     for (tenant, pages, wait) in [

@@ -48,8 +48,8 @@ mod web_sockets;
 use std::fs;
 use std::path::Path;
 
-/// Every block of the page is a part of the program that its recipe names, in other lines at most. A recipe begins with a bold
-/// title. A line `// ..` marks omitted code.
+/// Every block of the page is a part of the program that its recipe names, in other lines at most. A recipe is a section of the
+/// third level. A line `// ..` marks omitted code.
 #[test]
 fn the_page_quotes_the_programs() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -63,17 +63,21 @@ fn the_page_quotes_the_programs() {
     };
     let page = read("../../docs/recipes.md");
     let mut quoted = vec![];
-    let (head, recipes) = page.split_once("\n**").unwrap();
-    assert!(!head.contains("```"), "a block needs a recipe's title");
-    for recipe in recipes.split("\n**") {
+    let (head, recipes) = page.split_once("\n### ").unwrap();
+    assert!(!head.contains("```"), "a block needs a recipe");
+    for recipe in recipes.split("\n### ") {
         let name = recipe
             .split('`')
             .find(|word| word.ends_with(".rs") && !word.contains('/'))
             .unwrap_or_else(|| panic!("no program is named in {recipe}"));
         let program = joined(&read(name));
         let mut rest = &*program;
-        let blocks = recipe.split("```rs\n").skip(1);
-        for block in blocks.map(|block| block.split("```").next().unwrap()) {
+        for block in recipe.split("```").skip(1).step_by(2) {
+            let (language, block) = block.split_once('\n').unwrap();
+            assert!(
+                matches!(language, "rust,ignore" | "toml"),
+                "a block of {name} is marked {language:?}"
+            );
             for part in block.split("// ..\n").map(joined) {
                 let at = rest
                     .find(&part)

@@ -11,12 +11,9 @@ use tower_redis_ratelimit::{ConfigError, LocalStore, Policy, Quota, RateLimitLay
 
 fn app() -> Result<Router, ConfigError> {
     let policy = Policy::new("api", Strategy::Gcra, Quota::per_minute(1))?;
-    let limits = RateLimitLayer::new(
-        LocalStore::default(),
-        HeaderKey::new("x-user")?.readable(),
-        policy,
-    )
-    .observer(TracingObserver::new().reveal_keys());
+    let by_user = HeaderKey::new("x-user")?.readable();
+    let limits = RateLimitLayer::new(LocalStore::default(), by_user, policy)
+        .observer(TracingObserver::new().reveal_keys());
     Ok(Router::new().route("/", get(|| async {})).layer(limits))
 }
 

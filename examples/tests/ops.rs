@@ -56,7 +56,10 @@ fn notify(observer: &impl Observer) {
         observer.failed(&event::Failed::new(None, &StoreError::new(kind)));
     }
     let problem = MissingKey::new("no API key");
-    for reason in [event::Reason::NoKey(&problem), event::Reason::Skipped] {
+    for reason in [
+        event::UncountedReason::NoKey(&problem),
+        event::UncountedReason::Skipped,
+    ] {
         let mut uncounted = event::Uncounted::new(reason);
         observer.uncounted(&uncounted);
         uncounted.allowed = false;
@@ -67,7 +70,7 @@ fn notify(observer: &impl Observer) {
         observer.misconfigured(&event::Misconfigured::new(&problem));
     }
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
-    observer.leased(&event::Leased::new(64, 3, 2));
+    observer.leased(&event::EndedBlock::new(64, 3, 2));
     observer.sent(&event::Sent::new(128, 5));
 }
 

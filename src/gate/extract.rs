@@ -147,11 +147,13 @@ impl<A, B> Or<A, B> {
     ) -> Result<Key, MissingKey> {
         let missing = match first {
             Err(missing) if missing.may_have_another() => missing,
+            // Also a malformed key: otherwise a client could choose the extractor by such a value.
             found => {
                 self.misses.found();
                 return found;
             }
         };
+        // Any client may omit a header, but a missing extension may show a wrong order of layers.
         match missing.no_extension() {
             Some(of_type) => self.misses.missed(|| always_second(of_type)),
             None => self.misses.found(),

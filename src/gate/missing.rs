@@ -4,7 +4,7 @@ use std::fmt;
 use http::{HeaderName, HeaderValue};
 
 use crate::limit::words;
-use crate::observe::event::Reason;
+use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::NO_EXTENSION;
 
 /// No rate-limit key was found for a request.
@@ -112,9 +112,10 @@ impl MissingKey {
 
     /// The client left out this header. With a challenge, it is [unauthenticated](Self::unauthenticated).
     pub(crate) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
-        let cause = challenge
-            .cloned()
-            .map_or(Cause::Absent, Cause::Unauthenticated);
+        let cause = match challenge {
+            Some(challenge) => Cause::Unauthenticated(challenge.clone()),
+            None => Cause::Absent,
+        };
         Self {
             problem: Problem::NoHeader(name.clone()),
             cause,
@@ -155,10 +156,12 @@ impl MissingKey {
     }
 
     /// The reason why the request is not counted.
-    pub(super) fn reason(&self) -> Reason<'_> {
+    pub(super) fn reason(&self) -> UncountedReason<'_> {
         match self.cause {
-            Cause::Misconfigured => Reason::Misconfigured,
-            Cause::Absent | Cause::Unauthenticated(_) | Cause::Malformed => Reason::NoKey(self),
+            Cause::Misconfigured => UncountedReason::Misconfigured,
+            Cause::Absent | Cause::Unauthenticated(_) | Cause::Malformed => {
+                UncountedReason::NoKey(self)
+            }
         }
     }
 
@@ -178,6 +181,7 @@ impl fmt::Display for MissingKey {
         match &self.problem {
             Problem::Text(text) => f.write_str(text),
             Problem::NoHeader(name) => write!(f, "the header {name} is missing"),
+            // Names each likely cause: the wrong order of layers and `Arc<T>` compile, and look right.
             Problem::NoExtension(of_type) => write!(
                 f,
                 "a request has no `{of_type}` in its extensions: put the layer inside the authentication that inserts it \

@@ -16,7 +16,7 @@ use crate::observe::mistakes::{
 };
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
-use crate::util::{FirstTime, instant, lock};
+use crate::util::{OnceFlag, instant, lock};
 use crate::waiters::{ListedLayer, Waiters};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
@@ -33,22 +33,22 @@ pub struct Notifier {
 struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
     /// A doubly counted request: it may be intended.
-    counted_twice: FirstTime,
+    counted_twice: OnceFlag,
     /// A check under a leased policy. The first one shows whether blocks can decide any. A deployment may start with a lease
     /// without effect.
-    sent_leased: FirstTime,
+    sent_leased: OnceFlag,
     /// A cost above the burst: clients may choose the cost.
-    never_passes: FirstTime,
+    never_passes: OnceFlag,
     /// The first request, with which the callers of the policies are compared with the extractor.
-    compared_callers: FirstTime,
+    compared_callers: OnceFlag,
     /// A status of success for a denial: every denial gets it.
-    denied_with_success: FirstTime,
+    denied_with_success: OnceFlag,
     /// A call without a permit: every call may lack it.
-    call_without_ready: FirstTime,
+    call_without_ready: OnceFlag,
     /// A proxy that the extractor does not trust.
-    unknown_proxy: FirstTime,
+    unknown_proxy: OnceFlag,
     /// A request without an address that is counted as a peer on a unix socket.
-    no_address: FirstTime,
+    no_address: OnceFlag,
     /// The requests without a route, if the extractor counts by routes.
     routes: Misses,
     /// The layer in the list of its store. Its clones add no other entries.
@@ -132,8 +132,8 @@ impl Notifier {
     /// Notifies the observer of a request that is not counted. Without an observer, only the log of missing keys is
     /// needed.
     #[cold]
-    pub(crate) fn uncounted(&self, reason: event::Reason<'_>, allowed: bool) {
-        if self.observer.is_some() || matches!(reason, event::Reason::NoKey(_)) {
+    pub(crate) fn uncounted(&self, reason: event::UncountedReason<'_>, allowed: bool) {
+        if self.observer.is_some() || matches!(reason, event::UncountedReason::NoKey(_)) {
             let mut event = event::Uncounted::new(reason);
             event.allowed = allowed;
             or_log(self.observer.as_ref()).uncounted(&event);
@@ -158,7 +158,7 @@ impl Notifier {
                 .any(|outer| outer.id() == inner.id())
         });
         if let Some(policy) = both
-            && self.misconfiguration.counted_twice.is_now()
+            && self.misconfiguration.counted_twice.claim()
         {
             let name = policy.name();
             self.report(&format!(
@@ -174,7 +174,7 @@ impl Notifier {
         let mut each = decision.policies().whole().iter();
         let policy = each.find(|policy| policy.quota().capacity() < cost);
         if let Some(policy) = policy
-            && self.misconfiguration.never_passes.is_now()
+            && self.misconfiguration.never_passes.claim()
         {
             let (name, burst) = (policy.name(), policy.quota().capacity());
             self.report(&format!(
@@ -187,7 +187,7 @@ impl Notifier {
     /// Reports, once, that a denial has a status of success.
     #[cold]
     pub(crate) fn denied_with_success(&self, status: StatusCode) {
-        if self.misconfiguration.denied_with_success.is_now() {
+        if self.misconfiguration.denied_with_success.claim() {
             self.report(&format!(
                 "a denial has the status {}, which tells the client that its request was served: give it \
                  `rejection.status()`, as in `(rejection.status(), Json(..)).into_response()`, or add \
@@ -200,7 +200,7 @@ impl Notifier {
     /// Reports, once, that a throttle was called without a permit.
     #[cold]
     pub(crate) fn call_without_ready(&self) {
-        if self.misconfiguration.call_without_ready.is_now() {
+        if self.misconfiguration.call_without_ready.claim() {
             self.report(&format!(
                 "a throttle was called before it was ready, so the call did not wait for its turn: wait for `ready().await?` \
                  before each `call`, of the same clone, or use `oneshot`{CALL_WITHOUT_READY}"
@@ -211,13 +211,13 @@ impl Notifier {
     /// Returns `true` until a proxy was reported that the extractor does not trust.
     #[inline]
     pub(crate) fn notices_proxies(&self) -> bool {
-        !self.misconfiguration.unknown_proxy.is_over()
+        !self.misconfiguration.unknown_proxy.is_claimed()
     }
 
     /// Reports, once, a proxy that the extractor does not trust: all of its clients share one count.
     #[cold]
     pub(crate) fn unknown_proxy(&self, problem: impl FnOnce() -> String) {
-        if self.misconfiguration.unknown_proxy.is_now() {
+        if self.misconfiguration.unknown_proxy.claim() {
             self.report(&problem());
         }
     }
@@ -225,14 +225,16 @@ impl Notifier {
     /// Reports, once, a request without an address.
     #[cold]
     pub(crate) fn no_address(&self, problem: impl FnOnce() -> String) {
-        if self.misconfiguration.no_address.is_now() {
+        if !self.misconfiguration.no_address.is_claimed()
+            && self.misconfiguration.no_address.claim()
+        {
             self.report(&problem());
         }
     }
 
     /// Returns `true` once, for the first request.
     pub(super) fn compares_callers(&self) -> bool {
-        self.misconfiguration.compared_callers.is_now()
+        self.misconfiguration.compared_callers.claim()
     }
 
     /// Reports callers whose key an extractor cannot make.
@@ -300,7 +302,7 @@ impl Notifier {
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.is_over() {
+        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.is_claimed() {
             self.examine_lease(store, &check);
         }
         store.check(check)
@@ -313,7 +315,7 @@ impl Notifier {
             return;
         }
         if is_leasable(check) && store.backend().leases() {
-            self.misconfiguration.sent_leased.is_now();
+            self.misconfiguration.sent_leased.claim();
         } else {
             self.never_leased(check.policies());
         }
@@ -321,7 +323,7 @@ impl Notifier {
 
     /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
     pub(crate) fn never_leased(&self, policies: &Policies) {
-        if has_lease(policies) && self.misconfiguration.sent_leased.is_now() {
+        if has_lease(policies) && self.misconfiguration.sent_leased.claim() {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

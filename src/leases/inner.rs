@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Share, Store, op_queue};
-use crate::util::{Digest, FirstTime, Shards, contain, instant, lock};
+use crate::util::{Digest, OnceFlag, Shards, contain, instant, lock};
 
 /// The state that the clones of a [`Leased`](super::Leased) share.
 pub(super) struct SharedLeases<S: Store> {
@@ -37,7 +37,7 @@ pub(super) struct SharedLeases<S: Store> {
     is_shut_down: AtomicBool,
     /// The task that refunds expired blocks and drops idle callers.
     sweeper: TaskOwner,
-    short_lease_reported: FirstTime,
+    short_lease_reported: OnceFlag,
 }
 
 /// Some of the busy callers, by the digest of caller and policies.
@@ -74,7 +74,7 @@ impl<S: Store> SharedLeases<S> {
             awaited: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),
-            short_lease_reported: FirstTime::new(),
+            short_lease_reported: OnceFlag::new(),
         })
     }
 
@@ -109,7 +109,7 @@ impl<S: Store> SharedLeases<S> {
                 let dropped = lock(shard).remove(&digest);
                 for block in dropped.into_iter().flat_map(|caller| caller.blocks) {
                     let charged = block.charge.cost().into();
-                    self.notify(event::Leased::new(charged, 0, block.left.into()));
+                    self.notify(event::EndedBlock::new(charged, 0, block.left.into()));
                 }
             }
             _ => {}
@@ -234,9 +234,9 @@ impl<S: Store> SharedLeases<S> {
         if let Err(error) = &block
             && !error.is_not_sent()
         {
-            self.notify(event::Leased {
+            self.notify(event::EndedBlock {
                 lost: request.size.into(),
-                ..event::Leased::new(0, 0, 0)
+                ..event::EndedBlock::new(0, 0, 0)
             });
         }
         let mut ended = vec![];
@@ -252,7 +252,7 @@ impl<S: Store> SharedLeases<S> {
         drop(callers);
         self.end_blocks(ended);
         if let Some(problem) = problem
-            && self.short_lease_reported.is_now()
+            && self.short_lease_reported.claim()
         {
             let event = event::Misconfigured::new(&problem);
             contain(|| or_log(self.observer.get()).misconfigured(&event));
@@ -266,7 +266,7 @@ impl<S: Store> SharedLeases<S> {
             let left = u64::from(block.left);
             let expired = if block.is_expired(now) { left } else { 0 };
             let charged = block.charge.cost().into();
-            self.notify(event::Leased::new(charged, left - expired, expired));
+            self.notify(event::EndedBlock::new(charged, left - expired, expired));
             if left > 0 {
                 let awaited = self.awaited.subscribe();
                 self.queue()
@@ -275,7 +275,7 @@ impl<S: Store> SharedLeases<S> {
         }
     }
 
-    fn notify(&self, event: event::Leased) {
+    fn notify(&self, event: event::EndedBlock) {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 

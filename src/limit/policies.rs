@@ -1,5 +1,5 @@
 use std::fmt;
-use std::hash::{DefaultHasher, Hasher};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Index;
 use std::sync::Arc;
 
@@ -151,6 +151,12 @@ impl Policies {
         &self.0.policies
     }
 
+    /// Returns the number of policies: 1 to [`MAX`](Self::MAX).
+    #[expect(clippy::len_without_is_empty, reason = "a list is never empty")]
+    pub fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+
     /// Iterates over the policies in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Policy> {
         self.as_slice().iter()
@@ -251,6 +257,24 @@ impl<'a> IntoIterator for &'a Policies {
     }
 }
 
+impl IntoIterator for Policies {
+    type Item = Policy;
+    type IntoIter = std::vec::IntoIter<Policy>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.as_slice().to_vec().into_iter()
+    }
+}
+
+/// As [`new`](Policies::new).
+impl TryFrom<Vec<Policy>> for Policies {
+    type Error = ConfigError;
+
+    fn try_from(policies: Vec<Policy>) -> Result<Self, ConfigError> {
+        Self::new(policies)
+    }
+}
+
 impl fmt::Debug for Policies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self).finish()
@@ -266,8 +290,15 @@ impl PartialEq for Policies {
 
 impl Eq for Policies {}
 
+impl Hash for Policies {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.as_slice().hash(state);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
     use std::time::Duration;
 
     use super::*;
@@ -315,5 +346,16 @@ mod tests {
             );
             assert_eq!(lists.iter().position(|other| other == list), Some(i));
         }
+    }
+
+    #[test]
+    fn lists_are_collections() {
+        let both = vec![policy("one", 1), policy("two", 2)];
+        let list = Policies::try_from(both.clone()).unwrap();
+        assert_eq!(list.len(), 2);
+        assert_eq!(list.clone().into_iter().collect::<Vec<_>>(), both);
+        let again = Policies::new(both).unwrap();
+        assert_eq!(HashSet::from([list, again]).len(), 1);
+        assert!(Policies::try_from(vec![policy("one", 1), policy("one", 2)]).is_err());
     }
 }

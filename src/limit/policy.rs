@@ -68,7 +68,15 @@ struct QuotaLease {
 }
 
 impl Policy {
-    /// Creates a policy.
+    /// Creates a policy with a [`Quota`] or its text, such as `"100/s burst 200"`.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// let policy = Policy::new("api", Strategy::Gcra, "100/s")?;
+    /// assert_eq!(policy, Policy::new("api", Strategy::Gcra, Quota::per_second(100))?);
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -77,7 +85,12 @@ impl Policy {
     /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a limit above
     /// 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
     /// than 1000 cells.
-    pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
+    pub fn new(
+        name: &str,
+        strategy: Strategy,
+        quota: impl TryInto<Quota, Error: Into<ConfigError>>,
+    ) -> Result<Self, ConfigError> {
+        let quota = quota.try_into().map_err(Into::into)?;
         Self::of_kind(name, strategy.into(), quota)
     }
 
@@ -436,6 +449,15 @@ impl PartialEq for Policy {
 
 impl Eq for Policy {}
 
+impl Hash for Policy {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name().hash(state);
+        self.kind().hash(state);
+        self.quota().hash(state);
+        self.0.lease.hash(state);
+    }
+}
+
 /// The kind of limit of a policy: a rate, or concurrent requests. All differences between the two
 /// start here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -617,7 +639,7 @@ mod tests {
     #[test]
     fn a_lease_tightens_the_quota() {
         let leased = |strategy, quota: &str, ms| {
-            let policy = Policy::new("p", strategy, quota.parse().unwrap()).unwrap();
+            let policy = Policy::new("p", strategy, quota).unwrap();
             policy
                 .leased(Duration::from_millis(ms))
                 .map(|policy| policy.quota().to_string())

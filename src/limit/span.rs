@@ -77,7 +77,7 @@ mod tests {
             (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
             (Strategy::Gcra, "100/s burst 200", "100/s+200"),
         ] {
-            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let policy = Policy::new("api", strategy, quota).unwrap();
             assert_eq!(policy.span(), span);
         }
         assert_eq!(Policy::in_flight("up", 3).unwrap().span(), "");

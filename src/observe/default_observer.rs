@@ -6,11 +6,14 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use super::{Observer, event};
-use crate::util::FirstTime;
+use crate::util::OnceFlag;
 
 /// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
-    observer.map_or(&DefaultObserver, |observer| &**observer)
+    match observer {
+        Some(observer) => &**observer,
+        None => &DefaultObserver,
+    }
 }
 
 /// Logs through `tracing` if a subscriber is set, otherwise prints the worst problems to standard
@@ -20,6 +23,7 @@ struct DefaultObserver;
 /// Returns one log for the whole process, so that a problem that several layers or stores report at
 /// the same time is logged once.
 fn shared_log() -> Option<&'static dyn Observer> {
+    // Without a subscriber, the events would be lost.
     #[cfg(feature = "tracing")]
     if tracing::dispatcher::has_been_set() {
         use std::sync::LazyLock;
@@ -32,7 +36,7 @@ fn shared_log() -> Option<&'static dyn Observer> {
 
 /// Logs that the environment variable of Redis's URL is not set: its name may be misspelled.
 pub(crate) fn log_unset(variable: &str) {
-    static PRINTED: FirstTime = FirstTime::new();
+    static PRINTED: OnceFlag = OnceFlag::new();
     let problem = format!(
         "the environment variable {variable} is not set, so limits are counted in this process only: set {variable}=local if that \
          is intended, or use `require_env` instead of `from_env` to fail"
@@ -66,7 +70,7 @@ impl Observer for DefaultObserver {
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        static PRINTED: FirstTime = FirstTime::new();
+        static PRINTED: OnceFlag = OnceFlag::new();
         match shared_log() {
             Some(log) => log.misconfigured(event),
             None => print_once(
@@ -83,15 +87,14 @@ impl Observer for DefaultObserver {
     }
 
     fn degraded(&self, event: &event::Degraded<'_>) {
-        static PRINTED: FirstTime = FirstTime::new();
+        static PRINTED: OnceFlag = OnceFlag::new();
         match shared_log() {
             Some(log) => log.degraded(event),
             None => {
-                let cause = event
-                    .error
-                    .source()
-                    .map(|cause| format!(" ({cause})"))
-                    .unwrap_or_default();
+                let cause = match event.error.source() {
+                    Some(cause) => format!(" ({cause})"),
+                    None => String::new(),
+                };
                 print_once(
                     &PRINTED,
                     format_args!(
@@ -124,8 +127,8 @@ impl Observer for DefaultObserver {
 }
 
 /// Prints a problem to standard error, once per `printed`, in debug builds only.
-fn print_once(printed: &FirstTime, problem: fmt::Arguments<'_>) {
-    if cfg!(debug_assertions) && printed.is_now() {
+fn print_once(printed: &OnceFlag, problem: fmt::Arguments<'_>) {
+    if cfg!(debug_assertions) && printed.claim() {
         // `eprintln!` would panic if standard error is closed.
         let _ = writeln!(
             std::io::stderr(),

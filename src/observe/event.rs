@@ -83,7 +83,7 @@ impl<'a> SecondKey<'a> {
 #[non_exhaustive]
 pub struct Uncounted<'a> {
     /// Why it did not.
-    pub reason: Reason<'a>,
+    pub reason: UncountedReason<'a>,
     /// Whether the request passed.
     pub allowed: bool,
 }
@@ -91,7 +91,7 @@ pub struct Uncounted<'a> {
 /// Why a layer did not count a request.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub enum Reason<'a> {
+pub enum UncountedReason<'a> {
     /// The layer [skips](crate::RateLimitLayer::skip) it.
     Skipped,
     /// No policy limits it.
@@ -106,7 +106,7 @@ pub enum Reason<'a> {
 
 impl<'a> Uncounted<'a> {
     /// Creates an event of a request that passed.
-    pub const fn new(reason: Reason<'a>) -> Self {
+    pub const fn new(reason: UncountedReason<'a>) -> Self {
         Self {
             reason,
             allowed: true,
@@ -114,7 +114,7 @@ impl<'a> Uncounted<'a> {
     }
 }
 
-impl Reason<'_> {
+impl UncountedReason<'_> {
     /// Returns the name, as in metrics: `skipped`, `exempt`, `no_key`, `misconfigured` or `failed`.
     pub const fn as_str(&self) -> &'static str {
         match self {
@@ -302,7 +302,7 @@ impl Reconciled {
 /// units of cost.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct Leased {
+pub struct EndedBlock {
     /// The cost charged in advance.
     pub charged: u64,
     /// The part that is refunded before it expires, because the store was shut down or dropped.
@@ -315,7 +315,7 @@ pub struct Leased {
     pub lost: u64,
 }
 
-impl Leased {
+impl EndedBlock {
     /// Creates an event, with nothing lost.
     pub const fn new(charged: u64, refunded: u64, expired: u64) -> Self {
         Self {

@@ -15,7 +15,7 @@ use super::{Observer, event};
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
 /// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](event::Failed::unanswered) | |
-/// | `ratelimit_uncounted_total` | counter of the requests that layers [did not count](Observer::uncounted) | `reason` ([`Reason::as_str`](event::Reason::as_str)), `outcome` (`passed` or `rejected`) |
+/// | `ratelimit_uncounted_total` | counter of the requests that layers [did not count](Observer::uncounted) | `reason` ([`UncountedReason::as_str`](event::UncountedReason::as_str)), `outcome` (`passed` or `rejected`) |
 /// | `ratelimit_second_key_total` | counter of the requests whose key the second extractor of an [`or`](crate::extract::KeyExtractor::or) found | |
 /// | `ratelimit_runtime_late_seconds` | histogram of the delays with which the runtime [noticed](Observer::runtime_late) deadlines | |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
@@ -283,12 +283,12 @@ impl Observer for MetricsObserver {
 
     fn leased(
         &self,
-        &event::Leased {
+        &event::EndedBlock {
             charged,
             refunded,
             expired,
             lost,
-        }: &event::Leased,
+        }: &event::EndedBlock,
     ) {
         counter!("ratelimit_leased_total", "store" => self.store()).increment(charged);
         counter!("ratelimit_lease_refunded_total", "store" => self.store()).increment(refunded);

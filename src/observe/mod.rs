@@ -123,7 +123,7 @@ pub trait Observer: Send + Sync + 'static {
 
     /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, expired, refunded or
     /// reset. Also reported if Redis did not reply to a request for a block.
-    fn leased(&self, event: &event::Leased) {
+    fn leased(&self, event: &event::EndedBlock) {
         let _ = event;
     }
 
@@ -136,6 +136,7 @@ pub trait Observer: Send + Sync + 'static {
 /// Ignores all events: `.observer(())` also disables the log of problems.
 impl Observer for () {}
 
+// A method that is not forwarded would do nothing, and still compile. So the list is in one place.
 macro_rules! forward {
     ($self:ident: $($observer:expr),+) => {
         fn decided(&$self, event: &event::Decided<'_>) {
@@ -182,7 +183,7 @@ macro_rules! forward {
             $($observer.reconciled(event);)+
         }
 
-        fn leased(&$self, event: &event::Leased) {
+        fn leased(&$self, event: &event::EndedBlock) {
             $($observer.leased(event);)+
         }
 

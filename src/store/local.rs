@@ -449,12 +449,7 @@ mod tests {
     async fn continues_from_answers_of_a_new_window() {
         let (there, here) = (LocalStore::default(), LocalStore::default());
         let policies = Policies::from(
-            Policy::new(
-                "test",
-                Strategy::FixedWindow(Align::FirstHit),
-                "4/300ms".parse().unwrap(),
-            )
-            .unwrap(),
+            Policy::new("test", Strategy::FixedWindow(Align::FirstHit), "4/300ms").unwrap(),
         );
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
         for (elapsed, cost) in [(0, 4), (290, 1), (15, 3)] {

@@ -27,7 +27,7 @@ use std::task::{Context, Poll};
 use pin_project_lite::pin_project;
 
 pub use self::redis::{
-    RedisFuture, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
+    Credentials, RedisFuture, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
 };
 pub use crate::error::{ErrorKind, StoreError};
 pub use any::{AnyStore, AnyStoreFuture};

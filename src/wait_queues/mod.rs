@@ -140,6 +140,13 @@ struct QueueRef {
     id: QueueId,
 }
 
+/// A waiter that has joined a queue.
+struct Added {
+    number: u64,
+    /// Whether the queue is new, and has no [`QueueTask`] yet.
+    needs_task: bool,
+}
+
 /// Resolves to a permit when it is due. Dropping it leaves the queue.
 pub(crate) struct Acquire {
     queue_ref: QueueRef,
@@ -185,7 +192,8 @@ impl Bounds {
 impl WaitQueues {
     /// Creates queues for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
-        let (checked, observed) = (store.clone(), store.clone());
+        let checked = store.clone();
+        let observed = store.clone();
         let shared = SharedQueues {
             send: Box::new(move |check| Box::pin(checked.check(check))),
             observe: Box::new(move |observer| {
@@ -267,7 +275,10 @@ impl WaitQueues {
         deadline: Option<Instant>,
         denied: Option<Decision>,
     ) -> Result<Acquire, NoPermit> {
-        let runtime = Handle::try_current().map_err(|_| NoPermit::no_runtime())?;
+        let Ok(runtime) = Handle::try_current() else {
+            return Err(NoPermit::no_runtime());
+        };
+        // Restart the sender if its runtime has shut down.
         self.ops.wake();
         let queue_ref = QueueRef {
             queues: self.clone(),
@@ -280,14 +291,14 @@ impl WaitQueues {
             deadline,
             answer: sender,
         };
-        let (number, is_new) = queue_ref.add(waiter, denied)?;
+        let added = queue_ref.add(waiter, denied)?;
         let acquire = Acquire {
             queue_ref: queue_ref.clone(),
-            number: Some(number),
+            number: Some(added.number),
             answer,
             permit: None,
         };
-        if is_new {
+        if added.needs_task {
             // A denied request is checked again, since capacity freed after the denial may not have woken the queue.
             QueueTask::start(queue_ref);
         }
@@ -296,33 +307,37 @@ impl WaitQueues {
 }
 
 impl QueueRef {
-    /// Adds a waiter. Returns its number, and whether the queue is new and needs a [`QueueTask`].
-    fn add(&self, waiter: Waiter, denied: Option<Decision>) -> Result<(u64, bool), NoPermit> {
+    /// Adds a waiter.
+    fn add(&self, waiter: Waiter, denied: Option<Decision>) -> Result<Added, NoPermit> {
         let WaitQueues { shared, bounds, .. } = &self.queues;
         let queues = &mut *lock(&shared.queues);
         let now = instant();
-        let queue = queues.each.get(&self.id);
-        let is_late = match (queue, waiter.deadline, &denied) {
-            (None, Some(deadline), Some(denied)) => {
-                queue::capacity_time(denied, now).is_some_and(|free_at| deadline < free_at)
-            }
-            // In an existing queue, a turn may be left for it.
-            _ => false,
+        let existing = queues.each.get(&self.id);
+        let needs_task = existing.is_none();
+        let of_caller = match queues.callers.get(&self.id.key) {
+            Some(waiting) => *waiting,
+            None => 0,
         };
-        let of_caller = *queues.callers.get(&self.id.key).unwrap_or(&0);
         let waiting = shared.waiting.load(Ordering::Acquire);
-        if is_late || waiting >= bounds.all || of_caller >= bounds.each {
-            let denial = denied.unwrap_or_else(|| self.denial(queue, waiter.cost, now));
-            return Err(NoPermit::Denied(denial));
+        let is_full = waiting >= bounds.all || of_caller >= bounds.each;
+        // In an existing queue, a turn may be left for it.
+        if is_full || needs_task && waiter.is_late_after(denied.as_ref(), now) {
+            return Err(NoPermit::Denied(match denied {
+                Some(denied) => denied,
+                None => self.denial(existing, waiter.cost, now),
+            }));
         }
+        // Written under the lock only, so no count is lost between the load and this.
         shared.waiting.store(waiting + 1, Ordering::Release);
         *queues.callers.entry(self.id.key).or_default() += 1;
         queues.last += 1;
-        let is_new = queue.is_none();
         let queue = queues.each.entry(self.id).or_default();
         queue.add(queues.last, waiter);
         queue.wake.notify.notify_one();
-        Ok((queues.last, is_new))
+        Ok(Added {
+            number: queues.last,
+            needs_task,
+        })
     }
 
     /// Counts a waiter out, and removes it if it has no answer.
@@ -333,14 +348,15 @@ impl QueueRef {
             shared.waiting.fetch_sub(1, Ordering::AcqRel);
             if let Entry::Occupied(mut count) = queues.callers.entry(self.id.key) {
                 *count.get_mut() -= 1;
+                // Otherwise the map would keep each caller that has ever waited.
                 if *count.get() == 0 {
                     count.remove();
                 }
             }
-            queues
-                .each
-                .get_mut(&self.id)
-                .and_then(|queue| queue.leave(number))
+            match queues.each.get_mut(&self.id) {
+                Some(queue) => queue.leave(number),
+                None => None,
+            }
         };
         // It may have a permit, whose drop takes the lock.
         drop(left);
@@ -349,7 +365,8 @@ impl QueueRef {
     /// Calls `act` with the queue, if it exists: while its task does.
     fn with<T>(&self, act: impl FnOnce(&mut Queue) -> T) -> Option<T> {
         let queues = &mut *lock(&self.queues.shared.queues);
-        queues.each.get_mut(&self.id).map(act)
+        let queue = queues.each.get_mut(&self.id)?;
+        Some(act(queue))
     }
 
     /// The denial of a waiter. Before a reply of the store: try again when its cost has been refilled.
@@ -432,8 +449,11 @@ impl Future for Acquire {
         // A received answer is returned even if the task has used up its budget.
         let answer = ready!(Pin::new(&mut unconstrained(&mut self.answer)).poll(cx));
         self.leave();
-        // Without an answer, the runtime of its queue has ended.
-        Poll::Ready(answer.unwrap_or_else(|_| Err(NoPermit::no_runtime())))
+        match answer {
+            Ok(answer) => Poll::Ready(answer),
+            // The runtime of its queue has ended.
+            Err(_) => Poll::Ready(Err(NoPermit::no_runtime())),
+        }
     }
 }
 

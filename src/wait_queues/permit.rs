@@ -96,6 +96,7 @@ impl Permit {
                 expired.push(policy.clone());
             }
         }
+        // `None` without any: a list is never empty.
         Policies::new(expired).ok()
     }
 
@@ -135,12 +136,13 @@ impl Permit {
             if is_needed {
                 let charge = self.charge.clone();
                 let slot = self.slot.take();
+                // The task serves the waiter: an answer here, under the lock, would wake the user's task.
                 queue.add_turn(Self::new(queue_ref.clone(), charge, self.due, slot));
                 queue.wake.notify.notify_one();
             }
             is_needed
         });
-        passed.unwrap_or(false)
+        passed == Some(true)
     }
 
     /// Returns the permit for a waiter, which may drop it, also after its refund was rejected.

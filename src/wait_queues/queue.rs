@@ -1,4 +1,15 @@
 //! The waiters of a queue, and its turns. All methods run under the lock of the queues.
+//!
+//! Turns are interchangeable, so no waiter owns one before it is due. The n-th waiter has the n-th turn:
+//!
+//! ```text
+//! waiters     3     5     6     8     9      by number, oldest first
+//! turns      1 s   2 s   3 s                 by due time
+//! requested                     8            its reply is pending
+//! ```
+//!
+//! Here 8 is the first without a turn, and 9 the first that needs a request. If 5 leaves, 6 has the turn at 2 s and 8
+//! the one at 3 s. Then 9 is the first without a turn, and needs no request, since the pending one will serve it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -54,6 +65,18 @@ impl Waiter {
     pub(super) fn answer(self, answer: Answer) {
         drop(self.answer.send(answer));
     }
+
+    /// Returns `true` if the store has denied its check, and no capacity is expected before its deadline.
+    pub(super) fn is_late_after(&self, denied: Option<&Decision>, now: Instant) -> bool {
+        if let Some(denied) = denied
+            && let Some(deadline) = self.deadline
+            && let Some(free_at) = capacity_time(denied, now)
+        {
+            deadline < free_at
+        } else {
+            false
+        }
+    }
 }
 
 impl Queue {
@@ -105,8 +128,10 @@ impl Queue {
 
     /// Whether the first waiter has this cost, so that a turn of this cost can serve it.
     pub(super) fn first_costs(&self, cost: u32) -> bool {
-        let first = self.waiters.values().next();
-        first.is_some_and(|first| first.cost == cost)
+        match self.waiters.first_key_value() {
+            Some((_, first)) => first.cost == cost,
+            None => false,
+        }
     }
 
     /// Removes the due turns, each with the waiter that gets it. While replies are pending, turns of other costs stay.
@@ -140,12 +165,15 @@ impl Queue {
             return None;
         }
         let first = self.turns.first_entry()?;
-        let (due, _) = *first.key();
-        (due <= now).then(|| first.remove())
+        if first.key().0 > now {
+            return None;
+        }
+        Some(first.remove())
     }
 
     /// Removes the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
     pub(super) fn take_surplus(&mut self) -> Vec<Permit> {
+        // From the last: the store rejects the refund of a turn with a later one.
         let mut surplus = vec![];
         while self.requested.is_empty()
             && self.turns.len() > self.waiters.len()
@@ -159,8 +187,12 @@ impl Queue {
 
     /// The waiters without a turn, with or without a pending request.
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
-        let first = self.first_without_turn().unwrap_or(u64::MAX);
-        self.waiters.range(first..)
+        self.waiters.range(self.end_of_turns()..)
+    }
+
+    /// The number from which waiters have no turn.
+    fn end_of_turns(&self) -> u64 {
+        self.first_without_turn().unwrap_or(u64::MAX)
     }
 
     /// The n-th waiter has the n-th turn, so the number of turns is the place of this one. Searches it from the nearer end.
@@ -178,11 +210,10 @@ impl Queue {
 
     /// The waiters that need a request, oldest first.
     pub(super) fn to_request(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
-        let first = self.first_without_turn().unwrap_or(u64::MAX);
         // Turns go to the first waiters, whichever request brings them. So a request whose waiter has left or has a turn
         // serves a later waiter, and the last ones need a request.
         let mut for_others = self.requested.len();
-        for number in self.requested.range(first..) {
+        for number in self.requested.range(self.end_of_turns()..) {
             for_others -= usize::from(self.waiters.contains_key(number));
         }
         let without_request = self
@@ -194,22 +225,22 @@ impl Queue {
     /// The waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
     /// capacity is expected for their cost before the deadline.
     pub(super) fn late(&self, now: Instant, is_open: impl Fn(Instant, u64) -> bool) -> Vec<u64> {
-        let scarcity = self.scarcity.filter(|scarcity| scarcity.until > now);
-        let first_without_turn = match scarcity {
-            Some(_) => self.first_without_turn(),
-            None => None,
+        let end_of_turns = match self.scarcity {
+            Some(scarcity) if scarcity.until > now => self.end_of_turns(),
+            _ => u64::MAX,
         };
         let mut late = vec![];
         for &(deadline, number) in &self.deadlines {
-            let is_late = deadline <= now
-                || match scarcity {
-                    Some(scarcity) if deadline < scarcity.until => {
-                        first_without_turn.is_some_and(|first| first <= number)
-                            && self.costs_at_least(number, scarcity.cost)
-                    }
-                    // They are ordered by time.
-                    _ => break,
-                };
+            let is_late = if deadline <= now {
+                true
+            } else if let Some(scarcity) = self.scarcity
+                && deadline < scarcity.until
+            {
+                end_of_turns <= number && self.costs_at_least(number, scarcity.cost)
+            } else {
+                // By time: all further deadlines are later than both.
+                break;
+            };
             if is_late && !is_open(deadline, number) {
                 late.push(number);
             }
@@ -218,25 +249,27 @@ impl Queue {
     }
 
     fn costs_at_least(&self, number: u64, cost: u32) -> bool {
-        let waiter = self.waiters.get(&number);
-        waiter.is_some_and(|waiter| waiter.cost >= cost)
+        match self.waiters.get(&number) {
+            Some(waiter) => waiter.cost >= cost,
+            None => false,
+        }
     }
 
     /// The first deadline after this time, or of all.
     pub(super) fn deadline_after(&self, time: Option<Instant>) -> Option<Instant> {
         let mut after = match time {
+            // After all waiters with this deadline.
             Some(time) => self.deadlines.range((time, u64::MAX)..),
             None => self.deadlines.range(..),
         };
-        let (deadline, _) = after.next()?;
-        Some(*deadline)
+        Some(after.next()?.0)
     }
 
     /// The next time after this one at which a turn is due.
     pub(super) fn next_due(&self, time: Instant) -> Option<Instant> {
         let mut after = self.turns.range((time, u64::MAX)..);
-        let ((due, _), _) = after.next()?;
-        Some(*due)
+        let (next, _) = after.next()?;
+        Some(next.0)
     }
 
     /// Records the last decision, on a check of this cost, or of each unit up to some, sent at this time.
@@ -318,7 +351,7 @@ pub(super) fn time_for_unit(decision: &Decision) -> Duration {
 
 /// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be
 /// free at any time.
-pub(super) fn capacity_time(denied: &Decision, sent_at: Instant) -> Option<Instant> {
+fn capacity_time(denied: &Decision, sent_at: Instant) -> Option<Instant> {
     if denied.policies().in_flight().is_some() {
         return None;
     }

@@ -4,7 +4,7 @@ use std::future::{Future, poll_fn};
 use std::ops::ControlFlow;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use futures_util::stream::FuturesUnordered;
@@ -127,10 +127,11 @@ impl QueueTask {
             has_ended: false,
             queue_ref,
         };
-        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
+        let mut run: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
+        // A noop waker is enough: `spawn` polls it again, with the task's own.
         let mut context = Context::from_waker(Waker::noop());
-        if task.as_mut().poll(&mut context).is_pending() {
-            tokio::spawn(task);
+        if run.as_mut().poll(&mut context).is_pending() {
+            tokio::spawn(run);
         }
     }
 
@@ -153,13 +154,17 @@ impl QueueTask {
         let wake = Arc::clone(&self.wake);
         let mut woken = pin!(wake.notify.notified());
         let pending = &mut self.pending;
-        let event = poll_fn(|cx| match pending.poll_next_unpin(cx) {
-            Poll::Ready(Some(event)) => Poll::Ready(Some(event)),
-            _ => woken.as_mut().poll(cx).map(|()| None),
+        let next = poll_fn(|cx| {
+            // Without pending replies, the stream is at its end, which is ready: wait for the wake only.
+            if let Poll::Ready(Some(event)) = pending.poll_next_unpin(cx) {
+                return Poll::Ready(Some(event));
+            }
+            ready!(woken.as_mut().poll(cx));
+            Poll::Ready(None)
         });
         let event = match until {
-            Some(until) => timeout_at(until, event).await.ok().flatten(),
-            None => event.await,
+            Some(until) => timeout_at(until, next).await.unwrap_or(None),
+            None => next.await,
         };
         if let Some(event) = event {
             self.handle(event);
@@ -169,29 +174,31 @@ impl QueueTask {
     /// Serves and refuses waiters, and sends requests. Returns the time of the next step, which replies and wakes make
     /// earlier, or breaks when it has removed the queue.
     fn step(&mut self, now: Instant) -> ControlFlow<(), Option<Instant>> {
+        let shared = Arc::clone(&self.queue_ref.queues.shared);
+        let mut queues = lock(&shared.queues);
+        let queue = queues.each.entry(self.queue_ref.id).or_default();
         let mut work = StepWork::default();
-        let next = {
-            let shared = Arc::clone(&self.queue_ref.queues.shared);
-            let queues = &mut *lock(&shared.queues);
-            let queue = queues.each.entry(self.queue_ref.id).or_default();
-            let next_check = self.plan(queue, now, &mut work);
-            if !work.is_empty() {
-                ControlFlow::Continue(Some(now))
-            } else if !self.is_idle(queue) {
-                let times = [
-                    queue.next_due(now),
-                    queue.deadline_after(Some(now)),
-                    next_check,
-                ];
-                ControlFlow::Continue(times.into_iter().flatten().min())
-            } else if self.failures > 0 && now < self.checks.next + FAILURE_TTL {
-                ControlFlow::Continue(Some(self.checks.next + FAILURE_TTL))
-            } else {
-                queues.each.remove(&self.queue_ref.id);
-                self.has_ended = true;
-                ControlFlow::Break(())
-            }
+        let next_check = self.plan(queue, now, &mut work);
+        let next = if !work.is_empty() {
+            // Plan again: the refunds and requests may have replies already.
+            ControlFlow::Continue(Some(now))
+        } else if !self.is_idle(queue) {
+            let times = [
+                queue.next_due(now),
+                queue.deadline_after(Some(now)),
+                next_check,
+            ];
+            ControlFlow::Continue(times.into_iter().flatten().min())
+        } else if self.failures > 0 && now < self.checks.next + FAILURE_TTL {
+            ControlFlow::Continue(Some(self.checks.next + FAILURE_TTL))
+        } else {
+            // Removed under the same lock: a request that joins later finds no queue, and starts a task.
+            queues.each.remove(&self.queue_ref.id);
+            self.has_ended = true;
+            ControlFlow::Break(())
         };
+        // The rest calls the store's code, and drops permits, whose drop takes the lock.
+        drop(queues);
         for (waiter, answer) in work.answers {
             waiter.answer(answer);
         }
@@ -213,12 +220,15 @@ impl QueueTask {
             }
         }
         work.refunds.extend(queue.take_surplus());
+        // Before the requests of this step are added, which `late` treats separately.
         let awaits_reply = !queue.requested.is_empty();
         let next_check = self.next_check(queue, now);
         if self.by_turns {
             let most = MAX_REQUESTS.saturating_sub(queue.requested.len());
             work.requests = self.take_each(queue, most, now);
-        } else if next_check.is_some_and(|at| at <= now) {
+        } else if let Some(at) = next_check
+            && at <= now
+        {
             work.requests = self.checks(queue, now);
         }
         for request in &work.requests {
@@ -243,10 +253,16 @@ impl QueueTask {
     ) -> Vec<u64> {
         if self.by_turns {
             // A reply may bring a turn to each waiter from the first request on.
-            let first = queue.requested.first().copied().unwrap_or(u64::MAX);
+            let first = match queue.requested.first() {
+                Some(first) => *first,
+                None => u64::MAX,
+            };
             return queue.late(now, |_, number| first <= number);
         }
-        let last = requests.last().map_or(0, |request| request.last);
+        let last = match requests.last() {
+            Some(request) => request.last,
+            None => 0,
+        };
         queue.late(now, |deadline, number| {
             // The reply decides whether there is a check for it. After the deadline, a check that leaves nothing is the
             // last.
@@ -256,6 +272,7 @@ impl QueueTask {
 
     /// Returns `true` if the queue has no waiter, no turn and no pending reply.
     fn is_idle(&self, queue: &Queue) -> bool {
+        // A refund is pending too: if the store rejects it, the queue gets the turn back.
         queue.waiters.is_empty() && queue.turns.is_empty() && self.pending.is_empty()
     }
 
@@ -325,9 +342,11 @@ impl QueueTask {
         if self.queue_ref.id.reserves != Reserves::Nothing || self.is_in_flight() {
             return ones;
         }
-        let policies = self.queue_ref.policies.iter();
-        let most = policies.map(|policy| policy.quota().capacity()).min();
-        for (number, waiter) in queue.without_turn().take(most.unwrap_or(0) as usize) {
+        let mut most = u32::MAX;
+        for policy in &self.queue_ref.policies {
+            most = most.min(policy.quota().capacity());
+        }
+        for (number, waiter) in queue.without_turn().take(most as usize) {
             if waiter.cost != 1 {
                 break;
             }
@@ -339,14 +358,16 @@ impl QueueTask {
 
     /// Takes for the first waiters that need a request.
     fn take_each(&self, queue: &Queue, most: usize, now: Instant) -> Vec<QueueRequest> {
-        let waiters = queue.to_request().take(most);
-        let requests = waiters.map(|(number, waiter)| QueueRequest {
-            first: *number,
-            last: *number,
-            sent_at: now,
-            check: self.take(waiter, now),
-        });
-        requests.collect()
+        let mut requests = vec![];
+        for (number, waiter) in queue.to_request().take(most) {
+            requests.push(QueueRequest {
+                first: *number,
+                last: *number,
+                sent_at: now,
+                check: self.take(waiter, now),
+            });
+        }
+        requests
     }
 
     /// The take of a waiter.
@@ -371,14 +392,18 @@ impl QueueTask {
             Some(in_flight) => in_flight.track(&request.check),
             None => None,
         };
+        // A panic of the store's own code would end the task, and fail all waiters: it fails this request only.
         let mut reply = contain(|| (queues.shared.send)(request.check.clone()));
         self.pending.push(Box::pin(async move {
-            // Calls of the store's own code: `None` after a panic.
-            let answer = poll_fn(|cx| match &mut reply {
-                Some(reply) => {
-                    contain(|| reply.as_mut().poll(cx)).unwrap_or(Poll::Ready(Err(panicked())))
+            let answer = poll_fn(|cx| {
+                let polled = match &mut reply {
+                    Some(reply) => contain(|| reply.as_mut().poll(cx)),
+                    None => None,
+                };
+                match polled {
+                    Some(answer) => answer,
+                    None => Poll::Ready(Err(panicked())),
                 }
-                None => Poll::Ready(Err(panicked())),
             })
             .await;
             if let Some(slot) = &mut slot {
@@ -397,15 +422,17 @@ impl QueueTask {
             return;
         }
         let (sender, receiver) = oneshot::channel();
-        self.queue_ref
-            .queues
-            .ops
-            .put(turn.refund().then(move |answer| {
-                let _ = sender.send(answer.is_ok_and(|decision| decision.granted() == 0));
-            }));
+        let refund = turn.refund().then(move |answer| {
+            let is_rejected = matches!(answer, Ok(decision) if decision.granted() == 0);
+            let _ = sender.send(is_rejected);
+        });
+        self.queue_ref.queues.ops.put(refund);
         self.pending.push(Box::pin(async move {
-            let is_rejected = timeout_at(due, receiver).await == Ok(Ok(true));
-            QueueEvent::Refunded(is_rejected.then_some(turn))
+            // Without a reply until the turn is due, it serves no waiter, since it may have been refunded.
+            match timeout_at(due, receiver).await {
+                Ok(Ok(true)) => QueueEvent::Refunded(Some(turn)),
+                _ => QueueEvent::Refunded(None),
+            }
         }));
     }
 
@@ -445,12 +472,10 @@ impl QueueTask {
                 return;
             }
         }
-        let cost = match request.check.mode() {
-            Mode::UpTo => 1,
-            _ => request.check.cost(),
-        };
+        let cost = request.cost_of_each();
         self.queue_ref
             .with(|queue| queue.record_decision(decision, cost, request.sent_at));
+        // A denied take ahead shows that the store reserves no turns at present, a turn that it does.
         let is_denied = decision.retry_after().is_some();
         self.by_turns = !is_denied && (self.by_turns || decision.due_in().is_some());
         self.checks
@@ -460,14 +485,16 @@ impl QueueTask {
     /// Refuses the waiter of a request, unless an earlier waiter has left it a turn.
     fn refuse(&self, request: &QueueRequest, denied: &Decision) {
         let refused = self.queue_ref.with(|queue| {
-            let first = queue.first_without_turn();
-            let has_turn = first.is_none_or(|first| request.first < first);
+            let has_turn = match queue.first_without_turn() {
+                Some(first) => request.first < first,
+                None => true,
+            };
             if has_turn && denied.retry_after().is_some() {
                 return None;
             }
             queue.remove(request.first)
         });
-        if let Some(waiter) = refused.flatten() {
+        if let Some(Some(waiter)) = refused {
             waiter.answer(Err(NoPermit::Denied(denied.clone())));
         }
     }
@@ -476,14 +503,16 @@ impl QueueTask {
     fn granted(&self, request: &QueueRequest, decision: &Decision, mut slot: Option<Slot>) {
         let now = instant();
         let due = now + decision.due_in().unwrap_or_default();
-        let (cost, count) = match request.check.mode() {
-            Mode::UpTo => (1, decision.granted()),
-            _ => (request.check.cost(), 1),
+        let count = match request.check.mode() {
+            Mode::UpTo => decision.granted(),
+            _ => 1,
         };
         let mut turns = vec![];
         for _ in 0..count {
             let key = self.queue_ref.id.key;
+            let cost = request.cost_of_each();
             let charge = Charge::new(key, decision.clone(), cost, request.sent_at, now);
+            // A list with requests in flight has no check for several waiters, so the only turn gets the slot.
             let turn = Permit::new(self.queue_ref.clone(), charge, due, slot.take());
             turns.push(turn);
         }
@@ -507,12 +536,17 @@ impl QueueTask {
             self.checks.next = instant() + RETRY_INTERVAL;
         }
         self.by_turns = false;
+        // So that the next attempt is for one waiter only.
         self.checks.units = 0;
         let mut failed = vec![];
         self.queue_ref.with(|queue| {
-            let mut numbers = vec![request.first];
-            if self.failures >= MAX_FAILURES {
-                numbers = queue.without_turn().map(|(number, _)| *number).collect();
+            let mut numbers = vec![];
+            if self.failures < MAX_FAILURES {
+                numbers.push(request.first);
+            } else {
+                for (number, _) in queue.without_turn() {
+                    numbers.push(*number);
+                }
             }
             for number in numbers {
                 failed.extend(queue.remove(number));
@@ -525,6 +559,16 @@ impl QueueTask {
 
     fn is_in_flight(&self) -> bool {
         self.queue_ref.policies.in_flight().is_some()
+    }
+}
+
+impl QueueRequest {
+    /// The cost of each waiter that it serves.
+    fn cost_of_each(&self) -> u32 {
+        match self.check.mode() {
+            Mode::UpTo => 1,
+            _ => self.check.cost(),
+        }
     }
 }
 
@@ -557,6 +601,7 @@ impl Checks {
             self.denied_at = Some(request.sent_at);
             wait
         } else if policies.in_flight().is_some() {
+            // Nothing reports when other instances release slots.
             if self.slots == 0 {
                 self.next += RETRY_INTERVAL;
             }
@@ -578,6 +623,7 @@ impl Drop for QueueTask {
             let ended = lock(&self.queue_ref.queues.shared.queues)
                 .each
                 .remove(&self.queue_ref.id);
+            // Its turns are permits, whose drop takes the lock.
             drop(ended);
         }
     }
@@ -591,6 +637,7 @@ fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &De
     if decision.made_by() != MadeBy::There {
         return next;
     }
+    // So that the jitter skips no window of a short period.
     let mut jitter = JITTER;
     for policy in policies {
         jitter = jitter.min(policy.quota().period() / 5);

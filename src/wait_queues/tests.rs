@@ -69,8 +69,7 @@ impl Store for Places {
 #[tokio::test(start_paused = true)]
 async fn turns_of_two_places_are_not_added() {
     let store = Places::default();
-    let quota = "1/s burst 10".parse().unwrap();
-    let policy = Policy::new("test", Strategy::Gcra, quota).unwrap();
+    let policy = Policy::new("test", Strategy::Gcra, "1/s burst 10").unwrap();
     let limiter = Limiter::new(store.clone(), policy);
     let wait = |cost| limiter.wait(Key::GLOBAL, cost, Duration::from_secs(60));
     assert!(limiter.take(Key::GLOBAL, 10).await.unwrap().is_allowed());
@@ -126,7 +125,7 @@ impl Store for Away {
 async fn a_busy_queue_reserves_turns_after_an_outage() {
     let store = Away::default();
     store.is_away.store(true, SeqCst);
-    let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
+    let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1").unwrap();
     let limiter = Arc::new(Limiter::new(store.clone(), policy));
     let waiters = (0..8).map(|_| {
         let limiter = Arc::clone(&limiter);
@@ -153,9 +152,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 const WINDOW: Strategy = Strategy::FixedWindow(Align::FirstHit);
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
+    Policy::new("test", strategy, quota).unwrap().into()
 }
 
 /// A store with these answers.
@@ -583,7 +580,7 @@ struct InFlight {
 
 impl InFlight {
     fn new(limit: u32, strategy: Strategy, quota: &str) -> Self {
-        let rate = Policy::new("rate", strategy, quota.parse().unwrap()).unwrap();
+        let rate = Policy::new("rate", strategy, quota).unwrap();
         let store = Slow::default();
         let tracker = InFlightTracker::new(&store, None);
         let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);

@@ -144,7 +144,7 @@ fn quota_has_burst(strategy: Strategy) -> bool {
 struct Lost(Arc<AtomicU64>);
 
 impl Observer for Lost {
-    fn leased(&self, event: &event::Leased) {
+    fn leased(&self, event: &event::EndedBlock) {
         self.0.fetch_add(event.lost, Relaxed);
     }
 }

@@ -138,7 +138,7 @@ impl Observer for Notes {
         self.0.dropped.fetch_add(event.dropped, SeqCst);
     }
 
-    fn leased(&self, event: &event::Leased) {
+    fn leased(&self, event: &event::EndedBlock) {
         self.0
             .left
             .fetch_add(event.refunded + event.expired, SeqCst);

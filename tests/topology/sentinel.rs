@@ -78,6 +78,23 @@ async fn the_master_is_found() {
     );
 }
 
+/// The watch keeps its connection to a sentinel.
+#[tokio::test]
+async fn connections_to_sentinels_have_a_name() {
+    let server = RedisServer::start();
+    let sentinel = Sentinel::start(server.port(), 1, "");
+    let store = RedisStore::builder(url(&[sentinel.port])).client_name("shop-api");
+    let store = store.connect().await.unwrap();
+    until("a connection has the name", async || {
+        take(&store).await;
+        let clients: String = sentinel.command("CLIENT LIST").await.unwrap();
+        clients.contains(" name=shop-api ")
+    })
+    .await;
+    let clients: String = server.command("CLIENT LIST TYPE normal").await;
+    assert!(clients.contains(" name=shop-api "), "{clients}");
+}
+
 /// Each connection takes several round trips to a sentinel, and then to the master.
 #[tokio::test]
 async fn a_far_master_is_found() {

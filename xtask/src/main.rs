@@ -6,12 +6,16 @@ mod command;
 mod compat;
 mod install;
 mod metadata;
+#[cfg(test)]
+mod names;
 mod ops;
 #[cfg(test)]
 mod order;
+mod outage;
 mod pages;
 mod screenshots;
 mod servers;
+mod svg;
 mod test;
 
 use std::env;

@@ -39,14 +39,17 @@ const PAGES: [&str; 29] = [
     "tests/migrating/README.md",
 ];
 
+/// Maximum width of a line of code, which the columns of docs.rs and of code hosts hold.
+const WIDTH: usize = 95;
+
 /// The URL of the published documentation, and the folder of the output of `cargo doc`.
 const DOCS: (&str, &str) = (
     "https://docs.rs/tower-redis-ratelimit/latest/",
     "target/doc/",
 );
 
-/// Checks that every link has a target, and that no line of code is hidden, which only rustdoc
-/// supports.
+/// Checks that every link has a target, that no line of code is hidden, which only rustdoc supports,
+/// and that none is too wide for its column.
 pub(crate) fn check() -> Result {
     for page in PAGES {
         let text =
@@ -97,6 +100,12 @@ fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
         if let Some(language) = line.trim_start().strip_prefix("```") {
             code = code.is_none().then_some(language);
         } else if let Some(language) = code {
+            if line.chars().count() > WIDTH {
+                problems.push((
+                    number,
+                    format!("code of more than {WIDTH} columns scrolls sideways"),
+                ));
+            }
             // Rustdoc treats a block without a language as Rust.
             let rust = language.is_empty() || language.starts_with("rust");
             if rust && (line.trim() == "#" || line.trim_start().starts_with("# ")) {
@@ -155,7 +164,7 @@ fn problem(page: &str, link: &str) -> Option<String> {
         None if link.starts_with("https://") => return None,
         // A relative link to a picture works: the registry resolves it in the repository, and docs.rs
         // by a definition in `src/lib.rs`.
-        None if page == "README.md" && !file.ends_with(".png") => {
+        None if page == "README.md" && !file.ends_with(".svg") => {
             return Some(format!(
                 "{link} is a dead link in the registry and on docs.rs: use an absolute URL"
             ));
@@ -203,10 +212,7 @@ mod tests {
         assert!(lines("docs/faults.md", fine).is_empty());
         assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
         assert_eq!(
-            lines(
-                "README.md",
-                "[a]: examples/dashboard/outage.png\n[b]: none.png\n"
-            ),
+            lines("README.md", "[a]: docs/outage.svg\n[b]: none.svg\n"),
             [2]
         );
         let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
@@ -349,6 +355,13 @@ mod tests {
             }
         }
         assert!(lost.is_empty(), "{lost:#?}");
+    }
+
+    #[test]
+    fn code_fits_into_the_column() {
+        let text = |columns: usize| format!("{}\n```text\n{0}\n```\n", "é".repeat(columns));
+        assert!(lines("docs/faults.md", &text(WIDTH)).is_empty());
+        assert_eq!(lines("docs/faults.md", &text(WIDTH + 1)), [3]);
     }
 
     #[test]

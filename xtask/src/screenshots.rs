@@ -5,15 +5,19 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
+use serde_json::Value;
+
 use crate::Result;
 use crate::browser::Browser;
 use crate::command::{cargo, root, succeeds};
+use crate::outage;
 
 /// The selector of the last element in each picture but the first, which shows the whole page.
 const TIME_LINE: &str = "main > section";
 
 pub(crate) fn screenshots() -> Result {
     let mut browser = Browser::start()?;
+    check_pictures(&mut browser)?;
     cargo(&["build", "--package", "examples", "--example", "dashboard"])?;
     let example = Example::start()?;
     let url = &example.url;
@@ -49,8 +53,9 @@ pub(crate) fn screenshots() -> Result {
     )?;
     browser.wait_until(
         "Redis decides again",
-        &shows("Redis decides again", &in_last_records(8, by_redis)),
+        &shows("Redis decides again", &in_last_records(14, by_redis)),
     )?;
+    save_outage(&mut browser)?;
     press(&mut browser, "freeze")?;
     let outage = shows(
         "Redis is frozen. The fallback decides",
@@ -67,7 +72,6 @@ pub(crate) fn screenshots() -> Result {
         "records.filter(record => record.reconciled).length > 1",
     )?;
     save_screenshot(&mut browser, "after", TIME_LINE)?;
-    save_time_line(&mut browser)?;
     browser.set_viewport(1200, "dark")?;
     save_screenshot(&mut browser, "dark", TIME_LINE)?;
     browser.set_viewport(390, "light")?;
@@ -100,6 +104,57 @@ pub(crate) fn screenshots() -> Result {
     }
     Ok(())
 }
+
+/// Checks the pictures of the documentation, as drawn with light and with dark colors.
+fn check_pictures(browser: &mut Browser) -> Result {
+    for folder in ["docs", "docs/strategies", "benches"] {
+        let files =
+            fs::read_dir(root().join(folder)).map_err(|error| format!("{folder}: {error}"))?;
+        for file in files {
+            let path = file.map_err(|error| format!("{folder}: {error}"))?.path();
+            if path.extension().is_none_or(|extension| extension != "svg") {
+                continue;
+            }
+            for scheme in ["light", "dark"] {
+                browser.set_viewport(1200, scheme)?;
+                browser.open(&format!("file://{}", path.display()))?;
+                browser.wait_until(
+                    "the picture is there",
+                    "document.documentElement.localName === 'svg' && document.readyState === 'complete'",
+                )?;
+                let problems = browser.evaluate(PICTURE_PROBLEMS)?;
+                if problems != Value::Array(vec![]) {
+                    return Err(format!("{}, {scheme}: {problems}", path.display()));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A JavaScript expression: the texts of a picture that are cut, cover each other, are smaller than 8 pixels on a phone (where a
+/// column is 358 pixels wide), or are hardly seen.
+const PICTURE_PROBLEMS: &str = "(() => {
+    const picture = document.documentElement;
+    const { width, height } = picture.viewBox.baseVal;
+    const light = color => {
+        const [r, g, b] = color.match(/[0-9.]+/g).map(n => n / 255).map(c => c > .04045 ? ((c + .055) / 1.055) ** 2.4 : c / 12.92);
+        return .2126 * r + .7152 * g + .0722 * b + .05;
+    };
+    const paper = light(getComputedStyle(picture.querySelector('.paper')).fill);
+    const texts = [...picture.querySelectorAll('text')].map(text => ({ text, box: text.getBBox() }));
+    const overlap = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y + 5 < b.y + b.height && b.y + 5 < a.y + a.height;
+    return texts.flatMap(({ text, box }, i) => {
+        const style = getComputedStyle(text);
+        const color = light(style.fill);
+        return [
+            (box.x < 4 || box.y < 0 || box.x + box.width > width - 4 || box.y + box.height > height) && 'is cut',
+            texts.slice(0, i).some(other => overlap(other.box, box)) && 'covers another',
+            parseFloat(style.fontSize) * 358 / width < 8 && 'is small',
+            Math.max(color, paper) / Math.min(color, paper) < 4.5 && 'is pale',
+        ].filter(problem => problem).map(problem => `${text.textContent} ${problem}`);
+    });
+})()";
 
 /// Returns a JavaScript condition: the page shows `state`, and `condition` holds.
 fn shows(state: &str, condition: &str) -> String {
@@ -150,26 +205,11 @@ fn save_screenshot(browser: &mut Browser, name: &str, down_to: &str) -> Result {
     )
 }
 
-/// Saves the time line for the documentation, which follows the reader's color scheme.
-fn save_time_line(browser: &mut Browser) -> Result {
-    let script = "(() => {
-        const picture = $('decisions').cloneNode(true);
-        const all = [...picture.querySelectorAll('*')];
-        const rules = [...document.styleSheets[0].cssRules].filter(({ selectorText, cssText }) =>
-            /:root/.test(cssText) || selectorText && all.some(element => element.matches(selectorText)));
-        const size = { width: $('decisions').clientWidth, height: 308 };
-        for (const [key, value] of Object.entries(size)) picture.setAttribute(key, value);
-        picture.setAttribute('viewBox', `0 0 ${size.width} ${size.height}`);
-        picture.setAttribute('font-family', 'system-ui, sans-serif');
-        picture.prepend(element('style', {}, rules.map(rule => rule.cssText).join('\\n')),
-            element('rect', { width: '100%', height: '100%', rx: 6, fill: 'var(--card)' }));
-        return new XMLSerializer().serializeToString(picture);
-    })()";
-    let picture = browser.evaluate(script)?;
-    write(
-        "docs/dashboard.svg",
-        format!("{}\n", picture.as_str().unwrap_or_default()).as_bytes(),
-    )
+/// Saves the seconds around the first outage, and their picture.
+fn save_outage(browser: &mut Browser) -> Result {
+    let records = browser.evaluate(outage::RECORDS)?;
+    write("xtask/src/outage.json", format!("{records}\n").as_bytes())?;
+    write("docs/outage.svg", outage::draw(&records).as_bytes())
 }
 
 fn write(file: &str, bytes: &[u8]) -> Result {

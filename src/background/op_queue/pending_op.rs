@@ -151,7 +151,9 @@ impl PendingOp {
     pub(super) fn after_reply(&mut self, reply: Reply, now: Instant) -> AfterReply {
         let error = match reply {
             Ok(_) if mem::take(&mut self.repeats_once) => {
-                (self.is_repeat, self.owed) = (true, None);
+                self.is_repeat = true;
+                // The first release counts: no flush waits for the second one.
+                self.owed = None;
                 return AfterReply::Retry(RELEASE_REPEAT_DELAY);
             }
             Ok(decision) => return AfterReply::Finish(Ok(decision)),

@@ -26,7 +26,7 @@ use crate::{Leased, Limiter};
 pub(super) const LEASE: Duration = Duration::from_millis(400);
 
 fn policy(strategy: Strategy, quota: &str) -> Policy {
-    Policy::new("p", strategy, quota.parse().unwrap())
+    Policy::new("p", strategy, quota)
         .unwrap()
         .leased(LEASE)
         .unwrap()

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::{
     ChargedAt, Check, EachCharge, Extra, Frees, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
-    duration,
+    RateLimited, duration,
 };
 
 /// The verdict on one check.
@@ -44,7 +44,7 @@ pub(crate) enum MadeBy {
 }
 
 /// Whether a check was allowed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Outcome {
     /// The check was allowed and charged.
@@ -184,6 +184,32 @@ impl Decision {
     #[inline]
     pub fn is_allowed(&self) -> bool {
         self.verdict().is_allowed()
+    }
+
+    /// Returns a denial as an error, for `?`. A decision that was charged and is due [later](Outcome::Later) is `Ok`: wait,
+    /// then proceed.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RateLimited, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(LocalStore::default(), Policy::new("mails", Strategy::Gcra, "1/h")?);
+    /// limiter.take(Key::new("ann"), 1).await?.allowed()?;
+    /// let denied: RateLimited = limiter.take(Key::new("ann"), 1).await?.allowed().unwrap_err();
+    /// assert!(denied.retry_after().is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`RateLimited`], with the decision.
+    pub fn allowed(self) -> Result<Self, RateLimited> {
+        match self.outcome() {
+            Outcome::Allowed | Outcome::Later { .. } => Ok(self),
+            Outcome::Denied { .. } | Outcome::ExceedsCapacity => Err(RateLimited::new(self)),
+        }
     }
 
     /// Returns the amount charged or refunded: the whole cost for a

@@ -56,11 +56,11 @@ impl KeyExtractor for PeerIp {
     }
 
     fn extract_for(&self, request: &Parts, layer: &Notifier) -> Result<Key, MissingKey> {
-        let counted = |peer| {
+        let peer = Peer::of(request, |peer| {
             notice_proxy(layer, peer, request, None);
             peer
-        };
-        Peer::of(request, counted).key(64)
+        });
+        peer.key(64)
     }
 
     fn forms(&self) -> KeyForms {

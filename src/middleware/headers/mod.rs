@@ -37,7 +37,7 @@ use crate::limit::{Decision, Policies, Policy, Quota, Verdict};
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
 /// did not pass through a layer, use [`append`](Self::append).
 #[doc(alias("Retry-After", "RateLimit"))]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Headers {
     draft: bool,
     legacy: Option<LegacyHeaders>,

@@ -147,7 +147,7 @@ pub(crate) struct Blocks {
 }
 
 impl Observer for Arc<Blocks> {
-    fn leased(&self, event: &event::Leased) {
+    fn leased(&self, event: &event::EndedBlock) {
         assert!(event.refunded + event.expired <= event.charged, "{event:?}");
         self.lost.fetch_add(event.lost, Relaxed);
         self.ended.fetch_add((event.charged > 0).into(), Relaxed);

@@ -6,17 +6,20 @@ use crate::store::{AnyStore, RedisStore, RedisStoreBuilder, Share};
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
 
-/// Every setting differs from its default, except those for TLS.
+/// Every setting differs from its default, except those for TLS and the password files.
 fn other() -> StoreConfig {
     let number = |number| NonZeroUsize::new(number).unwrap();
     StoreConfig {
         kind: StoreKind::Fallback,
         url: Some(URL.to_owned()),
+        password_file: None,
+        sentinel_password_file: None,
         root_certificates: None,
         client_certificate: None,
         client_key: None,
         server_name: None,
         prefix: "shop".to_owned(),
+        client_name: Some("shop".to_owned()),
         connections: number(3),
         timeout: Duration::from_millis(500),
         connect_timeout: Some(Duration::from_secs(3)),
@@ -78,6 +81,7 @@ fn every_setting_reaches_its_store() {
     let config = other();
     let expected = builder()
         .prefix("shop")
+        .client_name("shop")
         .connections(config.connections)
         .timeout(Duration::from_millis(500))
         .connect_timeout(Duration::from_secs(3))

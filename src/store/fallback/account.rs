@@ -380,7 +380,7 @@ mod tests {
     const SECOND: i64 = 1_000_000;
 
     fn log(name: &str, quota: &str) -> Policy {
-        Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
+        Policy::new(name, Strategy::SlidingLog, quota).unwrap()
     }
 
     /// An account with a local grant of this cost, at this time.
@@ -509,8 +509,7 @@ mod tests {
     /// The counter rounds the overlap of its previous window, so that the part of one grant is 0 before it is 1.
     #[test]
     fn rounding_repeats_no_charge() {
-        let counter =
-            Policy::new("b", Strategy::SlidingCounter, "10/1000s".parse().unwrap()).unwrap();
+        let counter = Policy::new("b", Strategy::SlidingCounter, "10/1000s").unwrap();
         let policies = Policies::new([log("a", "10/100d"), counter]).unwrap();
         let (now, local) = (10_500 * SECOND, LocalStore::default());
         let charge = |cost| {

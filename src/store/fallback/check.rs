@@ -33,7 +33,7 @@ use crate::observe::{Observer, event, or_log};
 use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
 use crate::util::{
-    Clock, FirstTime, Notice, Patient, contain, lock, patient, polled_after_completion,
+    Clock, Notice, OnceFlag, Patient, contain, lock, patient, polled_after_completion,
 };
 
 /// One partition of the primary store, or all of it, with the fallback.
@@ -47,7 +47,7 @@ pub(super) struct Partition<P, F> {
     /// The outage of all partitions.
     pub(super) outage: Arc<Outage>,
     /// Done when a fallback that is not a [`LocalStore`] was reported.
-    pub(super) other_fallback: Arc<FirstTime>,
+    pub(super) other_fallback: Arc<OnceFlag>,
     /// The policies whose share was reported as too small for a cost.
     pub(super) small_shares: Arc<Mutex<HashSet<u64>>>,
     /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
@@ -374,7 +374,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Reports, once, a fallback that decides without the lock of the caller.
     #[inline]
     pub(super) fn report_other_fallback(&self) {
-        if !self.locks_while_it_decides() && self.other_fallback.is_now() {
+        if !self.locks_while_it_decides() && self.other_fallback.claim() {
             let problem = format!(
                 "the fallback is not a `LocalStore` itself, so a caller may get more than one burst beyond the policy in \
                  an outage: use a `LocalStore`, and wrap the `Fallback` instead{OTHER_FALLBACK}"

@@ -2,15 +2,19 @@
 //!
 //! The constructors of [`RedisStore`] are here, beside the builder that they all use.
 
+use std::error::Error;
+use std::future::Future;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::link::Tls;
+use super::credentials::{CredentialSource, Credentials};
+use super::link::{Tls, check_client_name};
 use super::servers::{Server, Servers};
-use super::topology::Topology;
 use super::topology::cluster::Cluster;
+use super::topology::{Logins, Topology};
 use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
@@ -151,6 +155,85 @@ impl RedisStoreBuilder {
         Self { settings, ..self }
     }
 
+    /// Sets a closure that returns the user and password of the servers, for credentials that change: tokens of a cloud
+    /// service (AWS IAM, Entra), or users of Vault. Defaults to the user and password in the URL. If this is set, the URL must
+    /// have none.
+    ///
+    /// The store calls the closure before it connects, and again when a fifth of
+    /// [`valid_for`](Credentials::valid_for) is left. Without `valid_for` it calls it for each new connection. It also calls it
+    /// after a server has rejected the credentials. Open connections send new credentials in front of their next batch;
+    /// idle ones send them immediately. See [the guide](crate::guide::servers#credentials-that-change).
+    ///
+    /// One call runs at a time, for all connections and runtimes of the store, and calls begin at least a second apart. If a
+    /// call fails, panics, or takes longer than three quarters of the [`connect_timeout`](Self::connect_timeout), open
+    /// connections are not affected, and new ones use the last credentials. The error is of
+    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication): the [observer](Self::observer) gets it or, before
+    /// the first success, the checks do.
+    ///
+    /// ```no_run
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::RedisStore;
+    /// use tower_redis_ratelimit::store::Credentials;
+    ///
+    /// # async fn new_token() -> Result<String, std::io::Error> { Ok(String::new()) }
+    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let store = RedisStore::builder("redis://10.0.0.1/")
+    ///     .credentials(|| async {
+    ///         let token = new_token().await?;
+    ///         Ok(Credentials::new("limiter", token).valid_for(Duration::from_secs(900)))
+    ///     })
+    ///     .connect()
+    ///     .await?;
+    /// # let _ = store;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn credentials<F, Fut>(mut self, credentials: F) -> Self
+    where
+        F: Fn() -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Credentials, Box<dyn Error + Send + Sync>>> + Send + 'static,
+    {
+        let source = CredentialSource::closure(credentials);
+        self.servers.set_credentials(|all| &mut all.servers, source);
+        self
+    }
+
+    /// Like [`credentials`](Self::credentials), for the sentinels. Only new connections to sentinels use new credentials.
+    /// Defaults to the credentials in the sentinels' URLs.
+    pub fn sentinel_credentials<F, Fut>(mut self, credentials: F) -> Self
+    where
+        F: Fn() -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Credentials, Box<dyn Error + Send + Sync>>> + Send + 'static,
+    {
+        let source = CredentialSource::closure(credentials);
+        self.servers
+            .set_credentials(|all| &mut all.sentinels, source);
+        self
+    }
+
+    /// Sets the path of a file with the password of the servers, such as a mounted secret. The URL has the user, and no
+    /// password. Defaults to the password in the URL. A URL may name the file too, as in
+    /// `redis://limiter@10.0.0.1/?password_file=/run/secrets/redis`.
+    ///
+    /// The file is read for each new connection and every 5 seconds. A changed password is used like changed
+    /// [`credentials`](Self::credentials). One newline at its end is not a part of the password. If it is missing, empty,
+    /// longer than 64 KiB or not UTF-8, the last password is used; before the first success, [`connect`](Self::connect) and the
+    /// checks fail with [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
+    pub fn password_file(mut self, path: impl Into<PathBuf>) -> Self {
+        let source = CredentialSource::File(path.into());
+        self.servers.set_credentials(|all| &mut all.servers, source);
+        self
+    }
+
+    /// Like [`password_file`](Self::password_file), for the sentinels: `?sentinel_user=asker&sentinel_password_file=PATH` in a
+    /// URL. It is read when the store connects to a sentinel.
+    pub fn sentinel_password_file(mut self, path: impl Into<PathBuf>) -> Self {
+        let source = CredentialSource::File(path.into());
+        self.servers
+            .set_credentials(|all| &mut all.sentinels, source);
+        self
+    }
+
     /// Sets the prefix of the store's keys: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or
     /// `:`. Stores with the same prefix share their counts. A prefix in the URL, such as
     /// `redis://127.0.0.1/?prefix=shop`, takes precedence, so that an operator can change it.
@@ -233,6 +316,23 @@ impl RedisStoreBuilder {
         self
     }
 
+    /// Sets the name of the store's connections in `CLIENT LIST`: ASCII letters, digits and punctuation, without blanks.
+    /// Defaults to the name and version of this crate, which Redis 7.2 and later also show as `lib-name` and `lib-ver`.
+    ///
+    /// It is sent with the login, and costs no round trip. A user who lacks the right to it (`+client|setname`) has
+    /// connections without a name.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis://127.0.0.1/").client_name("shop-api").connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn client_name(mut self, name: impl Into<String>) -> Self {
+        self.settings.client_name = Some(name.into());
+        self
+    }
+
     /// Sets how many checks of a runtime may wait to be sent; one more fails immediately. Defaults
     /// to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
@@ -308,7 +408,7 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions, a
+    /// For an invalid URL, prefix, client name, certificate or server name; for more than 1,024 partitions, a
     /// timeout of zero or above the time to connect; for `rediss://` without the feature `tls`; and for TLS settings without
     /// `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
@@ -322,6 +422,7 @@ impl RedisStoreBuilder {
         if let Some(prefix) = servers.take_prefix() {
             settings.prefix = prefix;
         }
+        // A brace would become the hash tag of all keys, and `*` a wildcard of a scan.
         if !is_name(&settings.prefix, b"-_./:") {
             let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
             return Err(ConfigError::invalid("key prefix", &settings.prefix, fix));
@@ -345,15 +446,16 @@ impl RedisStoreBuilder {
                 settings.partitions
             )));
         }
-        let topology = Topology::new(
-            servers.into_kind()?,
-            &settings.prefix,
-            settings.partitions.get(),
-            settings.time_to_connect(),
-            &tls,
-        )?;
+        if let Some(name) = &settings.client_name {
+            check_client_name(name)?;
+        }
+        let credentials = servers.credentials.clone();
+        let servers = servers.into_kind()?;
+        let logins = Logins::new(credentials, &servers, settings.time_to_connect());
+        let login = logins.servers.clone();
+        let topology = Topology::new(servers, &settings, &tls, logins)?;
         Ok(RedisStore {
-            inner: Arc::new(SharedStore::new(topology, settings, observer, now)),
+            inner: Arc::new(SharedStore::new(topology, login, settings, observer, now)),
         })
     }
 }

@@ -87,6 +87,7 @@ async fn run(inner: Weak<SharedStore>, alive: Arc<AtomicU32>) {
                 inner.failed(&error);
             }
         }
+        // So that the store can be dropped during the pause: then this task ends.
         drop(inner);
         sleep(EVERY).await;
     }

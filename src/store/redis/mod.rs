@@ -1,10 +1,11 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 //!
 //! Its modules; each uses only the ones before it: the [script], which encodes a batch of checks as
-//! one call; the [link] to one server; the [topology], which chooses the server; and the [worker],
+//! one call; the [credentials]; the [link] to one server; the [topology], which chooses the server; and the [worker],
 //! which combines them.
 
 mod builder;
+mod credentials;
 mod instances;
 mod link;
 mod scan;
@@ -16,6 +17,7 @@ mod topology;
 mod worker;
 
 pub use builder::RedisStoreBuilder;
+pub use credentials::Credentials;
 #[cfg(not(feature = "tls"))]
 pub(super) use link::no_tls;
 #[cfg(feature = "tls")]

@@ -51,7 +51,10 @@ impl StoredCount {
     /// The policy, if it is a bucket: its key contains the whole quota. For others, Redis does not
     /// store the limit.
     pub fn bucket(&self) -> Option<Policy> {
-        self.of.frees().has_burst().then(|| self.of.clone())
+        if !self.of.frees().has_burst() {
+            return None;
+        }
+        Some(self.of.clone())
     }
 }
 
@@ -98,9 +101,12 @@ impl Scan {
     /// has occurred, start a new scan.
     pub async fn next(&mut self) -> Result<Option<Vec<StoredCount>>, StoreError> {
         if self.nodes.is_none() {
+            // Queries the slots of a cluster if no check has done so.
             self.inner.shared_node().await?;
-            let masters = self.inner.topology.masters();
-            self.nodes = Some(masters.ok_or_else(|| StoreError::new(ErrorKind::NotReady))?);
+            let Some(masters) = self.inner.topology.masters() else {
+                return Err(StoreError::new(ErrorKind::NotReady));
+            };
+            self.nodes = Some(masters);
         }
         let Some(&node) = self.nodes.iter().flatten().last() else {
             return Ok(None);
@@ -108,7 +114,10 @@ impl Scan {
         let pattern = format!("{}:{{*", self.inner.settings.prefix);
         let (cursor, keys) = self.inner.scan(node, self.cursor, &pattern).await?;
         self.cursor = cursor;
-        if let Some(nodes) = self.nodes.as_mut().filter(|_| cursor == 0) {
+        // Redis ends its scan with this cursor, which also begins the scan of the next node.
+        if cursor == 0
+            && let Some(nodes) = &mut self.nodes
+        {
             nodes.pop();
         }
         Ok(Some(keys.iter().filter_map(|key| self.read(key)).collect()))
@@ -120,13 +129,11 @@ impl Scan {
             .prefixes
             .iter()
             .find_map(|prefix| read_key(key.strip_prefix(prefix.as_str())?))?;
-        let (policy, strategy, span) =
-            (of.name().to_owned(), of.kind().name(), of.span().to_owned());
         Some(StoredCount {
             key,
-            policy,
-            strategy,
-            span,
+            policy: of.name().to_owned(),
+            strategy: of.kind().name(),
+            span: of.span().to_owned(),
             of,
         })
     }

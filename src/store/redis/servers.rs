@@ -4,8 +4,9 @@ use std::fmt;
 
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
 
+use super::credentials::CredentialSource;
 use super::link::no_tls;
-use super::topology::NamedServers;
+use super::topology::{CredentialSources, NamedServers};
 use crate::error::ConfigError;
 
 /// The addresses of Redis: a single server, the master that sentinels report, or a cluster. Created
@@ -47,6 +48,8 @@ pub struct Servers {
     kind: Result<NamedServers, ConfigError>,
     /// The prefix in the URL.
     prefix: Option<String>,
+    /// The sources of credentials that change.
+    pub(super) credentials: CredentialSources,
 }
 
 impl Servers {
@@ -76,7 +79,25 @@ impl Servers {
     }
 
     fn new(kind: Result<NamedServers, ConfigError>) -> Self {
-        Self { kind, prefix: None }
+        Self {
+            kind,
+            prefix: None,
+            credentials: CredentialSources::default(),
+        }
+    }
+
+    /// Sets a source of credentials. A second one is an error.
+    pub(super) fn set_credentials(
+        &mut self,
+        of: impl FnOnce(&mut CredentialSources) -> &mut Option<CredentialSource>,
+        source: CredentialSource,
+    ) {
+        if of(&mut self.credentials).replace(source).is_some() && self.kind.is_ok() {
+            self.kind = Err(ConfigError::new(
+                "the credentials have two sources: use one closure, or one password file in the URL, the builder or the \
+                 settings",
+            ));
+        }
     }
 
     /// Takes the prefix in the URL.
@@ -89,11 +110,8 @@ impl Servers {
         if kind.all().into_iter().any(|server| is_insecure(server)) {
             return Err(insecure());
         }
-        if kind.all().into_iter().any(|server| has_user_only(server)) {
-            return wrong(
-                "it has a user and no password: put a colon before a password alone, as in `redis://:password@host`, or add \
-                 the user's password",
-            );
+        if let Err(problem) = self.credentials.check(&kind) {
+            return wrong(problem);
         }
         for server in kind.all() {
             let database = server.redis_settings().db();
@@ -112,9 +130,14 @@ impl Servers {
             // Ignore the prefix of an invalid URL: it may be a part of a password.
             Err(error) => return Self::new(Err(error)),
         };
-        let mut prefixes = pairs(text).filter_map(|pair| pair.strip_prefix("prefix="));
+        let parameter = |name| pairs(text).find_map(|pair| pair.strip_prefix(name));
+        let file = |name| Some(CredentialSource::File(parameter(name)?.into()));
         Self {
-            prefix: prefixes.next().map(str::to_owned),
+            prefix: parameter("prefix=").map(str::to_owned),
+            credentials: CredentialSources {
+                servers: file("password_file="),
+                sentinels: file("sentinel_password_file="),
+            },
             kind: Ok(kind),
         }
     }
@@ -127,12 +150,19 @@ fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
         (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster") => {
             let nodes = nodes(scheme, rest)?;
             let kind = cluster(nodes.into_iter().map(read))?;
-            check_parameters(url, &["prefix", "protocol"])?;
+            check_parameters(url, &["prefix", "protocol", "password_file"])?;
             Ok(kind)
         }
         (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel") => {
             let kind = sentinel_of_url(scheme, rest)?;
-            let known = ["prefix", "protocol", "sentinel_user", "sentinel_password"];
+            let known = [
+                "prefix",
+                "protocol",
+                "password_file",
+                "sentinel_user",
+                "sentinel_password",
+                "sentinel_password_file",
+            ];
             check_parameters(url, &known)?;
             Ok(kind)
         }
@@ -140,9 +170,10 @@ fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
             check_scheme(url)?;
             let server = read(url)?;
             if is_unix(&server) {
-                check_parameters(url, &["db", "user", "pass", "prefix", "protocol"])?;
+                let known = ["db", "user", "pass", "prefix", "protocol", "password_file"];
+                check_parameters(url, &known)?;
             } else {
-                check_parameters(url, &["prefix", "protocol"])?;
+                check_parameters(url, &["prefix", "protocol", "password_file"])?;
             }
             Ok(NamedServers::Server(Box::new(server)))
         }
@@ -174,13 +205,6 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
         "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"
     ))
-}
-
-/// Returns `true` for a user without a password: redis-rs would not log in.
-fn has_user_only(server: &ConnectionInfo) -> bool {
-    let login = server.redis_settings();
-    let user = login.username().unwrap_or_default();
-    !user.is_empty() && login.password().is_none()
 }
 
 /// Rejects a URL in quotes, or behind a blank. The URL's parser ignores blanks at its end.
@@ -259,7 +283,8 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     let mut seen: Vec<&str> = vec![];
     for pair in pairs(url) {
         let (name, _) = cut(pair, "=");
-        if !known.contains(&name) || name == "prefix" && pair.contains('@') {
+        let is_free_text = name == "prefix" || name.ends_with("password_file");
+        if !known.contains(&name) || is_free_text && pair.contains('@') {
             // It may be a part of a password with an unescaped `&`.
             let is_name = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
             let shown = if is_name && !pairs(url).any(is_login) {

@@ -289,9 +289,7 @@ async fn ids() {
 async fn ids_of_a_later_clock_are_forgotten() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(20, &server);
-    let policies = Policy::new("api", Strategy::Gcra, "10/s".parse().unwrap())
-        .unwrap()
-        .into();
+    let policies = Policy::new("api", Strategy::Gcra, "10/s").unwrap().into();
     let mut left = vec![];
     for elapsed in [3_600_000_000, -3_600_000_000, 999_999, 1] {
         now.fetch_add(elapsed, Relaxed);
@@ -729,7 +727,7 @@ async fn refunds_of_repeated_answers_keep_their_age() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(17, &server);
     let local = LocalStore::default();
-    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s".parse().unwrap())
+    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s")
         .unwrap()
         .into();
     let key = Key::new("ann");

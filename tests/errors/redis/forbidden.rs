@@ -7,7 +7,7 @@ use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Key, Policy, RedisStore, Strategy};
 
-use crate::support::{RedisServer, STRATEGIES, policy, until};
+use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, policy, until};
 
 /// Commands that managed services disable, and some that other clients use.
 const NOT_NEEDED: [&str; 30] = [
@@ -182,11 +182,43 @@ async fn needed_commands_are_named() {
     for command in ["TIME", "MGET", "SET"] {
         let server = without(&[command]);
         let error = RedisStore::connect(server.url()).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
+        assert_helpful(&error, ErrorKind::Permission, &format!("`{command}`"));
         assert!(
             ask(&store(server.url()), Strategy::Gcra).await.len() > 2,
             "{command}"
         );
+    }
+}
+
+/// As with rights, each command that some check needs is named by that check's error, and no other one is.
+#[tokio::test]
+async fn renamed_commands_are_named() {
+    for command in NEEDED.into_iter().chain(OF_LOGS).chain(OF_SLOTS).skip(2) {
+        let command = command.to_uppercase();
+        let server = without(&[&command]);
+        let store = store(server.url());
+        let mut failed = ask_of_a_long_log(&store, Key::new("ann")).await;
+        failed.extend(ask_of_slots(&store, Key::new("ann")).await);
+        for strategy in STRATEGIES {
+            failed.extend(ask(&store, strategy).await);
+            // In a call of their own, takes are decided by other scripts.
+            for _ in 0..3 {
+                let take = Check::take(Key::new("bob"), &policy(strategy, "10/100d"), 1);
+                failed.extend(store.check(take).await.err());
+            }
+        }
+        let both = [check("ann", "9/h"), check("bob", "9/h")].map(|check| store.check(check));
+        failed.extend(join_all(both).await.into_iter().filter_map(Result::err));
+        assert!(!failed.is_empty(), "{command}");
+        for error in failed {
+            let fix = "which the script calls: do not rename or disable it";
+            assert_helpful(&error, ErrorKind::Permission, fix);
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("has no command `{command}`")),
+                "{text}"
+            );
+        }
     }
 }
 

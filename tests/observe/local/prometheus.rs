@@ -162,12 +162,12 @@ fn emit_all(observer: &impl Observer) {
     decided.dry_run = true;
     observer.decided(&decided);
     observer.failed(&event::Failed::new(None, &error));
-    observer.uncounted(&event::Uncounted::new(event::Reason::Exempt));
+    observer.uncounted(&event::Uncounted::new(event::UncountedReason::Exempt));
     observer.misconfigured(&event::Misconfigured::new("no address"));
     observer.degraded(&event::Degraded::new(&error));
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
     observer.reconciled(&event::Reconciled::new(7, 1));
-    observer.leased(&event::Leased::new(64, 3, 2));
+    observer.leased(&event::EndedBlock::new(64, 3, 2));
     observer.sent(&event::Sent::new(128, 5));
 }
 

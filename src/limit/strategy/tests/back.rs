@@ -372,8 +372,7 @@ fn an_immediate_refund_restores_the_excess() {
 /// count of that window.
 #[test]
 fn a_refund_reports_what_it_deducts() {
-    let quota = "100/10s".parse().unwrap();
-    let policies = Policy::new("p", Strategy::SlidingCounter, quota)
+    let policies = Policy::new("p", Strategy::SlidingCounter, "100/10s")
         .unwrap()
         .into();
     let mut state = [State::fresh(Strategy::SlidingCounter)];

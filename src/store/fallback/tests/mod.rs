@@ -173,9 +173,7 @@ fn ann() -> Key {
 }
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
+    Policy::new("test", strategy, quota).unwrap().into()
 }
 
 fn unreachable() -> StoreError {

@@ -374,9 +374,7 @@ impl Store for Split {
 #[tokio::test(start_paused = true)]
 async fn a_reply_hides_no_grants_under_another_list() {
     let store = Fallback::new(Split::default(), LocalStore::default());
-    let policy = |name, quota: &str| {
-        Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
-    };
+    let policy = |name, quota: &str| Policy::new(name, Strategy::SlidingLog, quota).unwrap();
     let one: Policies = policy("a", "100/h").into();
     let two = Policies::new([policy("a", "100/h"), policy("b", "100000/h")]).unwrap();
     let (mut by_one, mut by_two) = (0, 0);

@@ -5,15 +5,25 @@ use std::time::Duration;
 
 use super::tls;
 use crate::error::{ErrorKind, StoreError};
+use crate::store::redis::script::no_command;
 use crate::util::patient;
 use futures_util::FutureExt;
-use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
+use redis::{ErrorKind as Kind, RedisConnectionInfo, RedisError, ServerErrorKind};
 
 const NO_LOGIN: &str = "the server requires a password: add it to the URL, as in `redis://:password@host/`, or \
                         `redis://user:password@host/`; that of sentinels as `?sentinel_password=password`";
 
+/// The commands whose absence ends a script. It reports the absence of others itself.
+const CALLED: &str = "`TIME` (or, for `RedisStore::announce`, `ZREMRANGEBYSCORE`, `ZADD`, `ZCARD` or `PEXPIRE`; in a \
+                      Redis Cluster, `MGET` or `SET`)";
+
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
+    let detail = error.detail().unwrap_or_default();
+    if detail.contains("command called from") {
+        // A script of checks calls `TIME` before any write.
+        return no_command(CALLED).not_sent();
+    }
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
         // The connection ended in the middle of a reply.
@@ -39,7 +49,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
             Some("WRONGPASS") => ErrorKind::Authentication,
             Some("NOPERM") => ErrorKind::Permission,
             _ if lacks_login(error) => ErrorKind::Authentication,
-            _ => match error.detail().unwrap_or_default() {
+            _ => match detail {
                 // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
                 detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
                 detail if detail.contains("can't run this command") => ErrorKind::Permission,
@@ -48,11 +58,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         },
     };
     let mut reason = message(error);
-    if kind == ErrorKind::Refused
-        && error
-            .detail()
-            .is_some_and(|text| text.contains("unknown command"))
-    {
+    if kind == ErrorKind::Refused && detail.contains("unknown command") {
         reason += ", which `RedisStore` needs: enable it; for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`";
     }
     let mut result = StoreError::explained(kind, reason);
@@ -73,21 +79,75 @@ fn lacks_login(error: &RedisError) -> bool {
     error.code() == Some("NOAUTH") || detail.contains("unauthenticated")
 }
 
-/// Converts an error of the login or of the protocol negotiation.
-pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> StoreError {
-    let greeting = server.redis_settings();
+/// Converts an error of a connection's greeting.
+pub(super) fn error_of_greeting(error: &RedisError, settings: &RedisConnectionInfo) -> StoreError {
     let result = error_of(error);
-    // `HELLO` contains the password, which the server's error might repeat.
-    if error.is_io_error()
-        || greeting.password().is_none()
-        || greeting.protocol() == ProtocolVersion::RESP2
-    {
+    // The greeting contains the password, which the server's error might repeat.
+    if error.is_io_error() || settings.password().is_none() {
         return result;
     }
     StoreError::explained(
         result.kind(),
         format!("its reply to the greeting: {}", error.category()),
     )
+}
+
+/// Maximum length of a server's line in an error, in bytes.
+const MAX_LINE: usize = 200;
+
+/// Returns the error of a server that replies to anyone with this error line. `None` if it only wants a login or another
+/// command.
+pub(super) fn error_of_line(line: &str) -> Option<StoreError> {
+    let (code, text) = line.split_once(' ').unwrap_or((line, ""));
+    let is_of_command = [
+        "unknown command",
+        "Protocol error",
+        "wrong number of arguments",
+    ]
+    .iter()
+    .any(|words| text.contains(words));
+    if matches!(code, "NOAUTH" | "NOPERM" | "WRONGPASS" | "NOPROTO") || is_of_command {
+        return None;
+    }
+    let shown = escaped(line);
+    let (kind, what, fix) = match code {
+        "LOADING" | "MASTERDOWN" => (ErrorKind::NotReady, "is not ready", "wait until it is"),
+        "DENIED" => (
+            ErrorKind::Unreachable,
+            "closes the connection",
+            "set a password on the server and in the URL, or `protected-mode no`",
+        ),
+        _ if text.contains("max number of clients") => (
+            ErrorKind::Unreachable,
+            "closes the connection",
+            "raise its `maxclients`, or close some of its connections",
+        ),
+        _ => (
+            ErrorKind::Unreachable,
+            "closes the connection",
+            "see its configuration and its log",
+        ),
+    };
+    let message = format!("the server {what} (`{shown}`): {fix}");
+    Some(StoreError::new(kind).with_message(message))
+}
+
+/// Returns a server's line for an error: without control characters, and of at most [`MAX_LINE`] bytes.
+fn escaped(line: &str) -> String {
+    let mut shown = String::new();
+    for c in line.chars() {
+        let length = shown.len();
+        if c.is_control() {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+        if shown.len() > MAX_LINE {
+            shown.truncate(length);
+            break;
+        }
+    }
+    shown
 }
 
 /// Number of graces for a reply: enough for the task that reads it, and for the task that awaits it.

@@ -3,12 +3,16 @@
 
 mod dial;
 mod errors;
+mod greeting;
+mod login;
 mod names;
 mod pool;
 mod tls;
 
 pub(super) use dial::{Dialer, kept_alive, with_address};
 pub(super) use errors::{STEPS, error_of, not_run, within};
+pub(super) use greeting::check_client_name;
+pub(super) use login::Login;
 pub(super) use pool::{Connect, Driven, Epoch, Link, Pool, Replies, Times};
 pub(super) use tls::Tls;
 pub(in crate::store) use tls::no_tls;

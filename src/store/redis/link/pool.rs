@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use bb8_redis::bb8;
 use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, Either, Fuse, FusedFuture, select};
+use futures_util::future::{BoxFuture, Either, Fuse, FusedFuture, join_all, select};
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
@@ -38,6 +38,7 @@ use tokio::task::coop::{Unconstrained, unconstrained};
 use tokio::time::Instant;
 
 use super::errors::{STEPS, connecting_timed_out, error_of, replies_within};
+use super::login::LoggedIn;
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::script::Call;
 use crate::util::{instant, jittered, lock, patient};
@@ -300,6 +301,34 @@ impl<C: Connect> Pool<C> {
         }
     }
 
+    /// Sends newer credentials over each idle connection. Other connections send them with their next call.
+    pub(crate) async fn log_in_idle(&self) {
+        for _ in 0..self.connections.state().connections {
+            let Some(mut connection) = self.take_idle().await else {
+                return;
+            };
+            if !connection.is_closed() {
+                let timeouts = self.timeouts.load(Ordering::Relaxed);
+                connection.begin_use(timeouts);
+                connection.log_in().await;
+            }
+            // To the end of bb8's queue, so that the next one is another.
+            drop(connection);
+        }
+    }
+
+    /// Returns an idle connection, if there is one.
+    async fn take_idle(&self) -> Option<Checkout<C>> {
+        let spare = lock(&self.spare).take();
+        if spare.is_some() {
+            return spare;
+        }
+        if self.connections.state().idle_connections == 0 {
+            return None;
+        }
+        self.connections.get_owned().await.ok()
+    }
+
     async fn get(&self) -> Result<Checkout<C>, StoreError> {
         let _waiting = {
             let mut spare = lock(&self.spare);
@@ -467,6 +496,12 @@ impl Connection {
         reply.is_ok()
     }
 
+    /// Sends newer credentials, if there are any.
+    async fn log_in(&mut self) {
+        // The outcome is in `condition`.
+        drop(replies_within(self.patience, pin!(self.send(smallvec![]))).await);
+    }
+
     /// Discards the connection, so that the pool creates another one, possibly to another server.
     /// The error of an unused connection counts as a failure to connect.
     pub(crate) fn give_up(&mut self, error: StoreError) {
@@ -542,9 +577,20 @@ impl Connection {
     }
 
     /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
-    async fn send(&mut self, commands: SmallVec<[(bool, Cmd); 1]>) -> Result<Replies, RedisError> {
+    /// Newer credentials are sent before them, in the same write.
+    async fn send(
+        &mut self,
+        mut commands: SmallVec<[(bool, Cmd); 1]>,
+    ) -> Result<Replies, RedisError> {
         self.condition = Condition::Unanswered;
-        let sent = match &commands[..] {
+        let login = self.link.inner.login.as_mut();
+        let login_command = login.and_then(|login| login.due());
+        let logs_in = login_command.is_some();
+        if let Some(command) = login_command {
+            commands.insert(0, (false, command));
+        }
+        let mut sent = match &commands[..] {
+            [] => Ok(smallvec![]),
             // A single command needs no pipeline.
             [(false, command)] => match self.link.inner.send_packed_command(command).await {
                 Ok(reply) => Ok(smallvec![received(reply)]),
@@ -552,11 +598,26 @@ impl Connection {
             },
             _ => self.send_pipeline(commands).await,
         };
-        self.condition = match lasting_error(&sent) {
-            Some(error) => Condition::Failed(error_of(error)),
-            None => Condition::Works,
+        let login_reply = match &mut sent {
+            Ok(replies) if logs_in => Some(replies.remove(0)),
+            _ => None,
+        };
+        self.condition = match (&login_reply, lasting_error(&sent)) {
+            (Some(Err(error)), _) => Condition::Failed(self.failure(error)),
+            (_, Some(error)) => Condition::Failed(self.failure(error)),
+            _ => Condition::Works,
         };
         sent
+    }
+
+    /// The error of a broken connection. If its server requires other credentials, their source is called before the next
+    /// connection.
+    fn failure(&self, error: &RedisError) -> StoreError {
+        let error = error_of(error);
+        match &self.link.inner.login {
+            Some(login) if error.kind() == ErrorKind::Authentication => login.reject(),
+            _ => error,
+        }
     }
 
     async fn send_pipeline(
@@ -646,6 +707,8 @@ fn has_ended(driver: &mut Driver) -> bool {
 pub(crate) struct Driven {
     pub(super) connection: MultiplexedConnection,
     pub(super) driver: Option<Driver>,
+    /// The login, if its credentials change.
+    pub(super) login: Option<LoggedIn>,
 }
 
 impl Driven {
@@ -661,6 +724,17 @@ impl Driven {
     pub(crate) async fn send_packed_command(&mut self, command: &Cmd) -> Result<Value, RedisError> {
         let request = pin!(unconstrained(self.connection.send_packed_command(command)));
         drive(&mut self.driver, request).await
+    }
+
+    /// Sends these commands together; returns the reply or the error of each. Other than with a pipeline, no error is lost
+    /// if the connection ends before all replies have arrived.
+    pub(super) async fn send_each(&mut self, commands: &[Cmd]) -> Vec<Result<Value, RedisError>> {
+        let mut requests = vec![];
+        for command in commands {
+            let mut connection = self.connection.clone();
+            requests.push(async move { connection.send_packed_command(command).await });
+        }
+        drive(&mut self.driver, pin!(unconstrained(join_all(requests)))).await
     }
 
     /// Sends a pipeline; returns the replies to all its commands.
@@ -717,7 +791,8 @@ mod tests {
     use tokio::sync::{mpsc, oneshot};
 
     use super::*;
-    use crate::store::redis::link::Dialer;
+    use crate::store::redis::credentials::{CredentialSource, Credentials};
+    use crate::store::redis::link::{Dialer, Login};
     use crate::support::RedisServer;
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -730,7 +805,7 @@ mod tests {
 
     impl Connect for InEpoch {
         async fn connect(&self) -> Result<Link, StoreError> {
-            let dialer = Dialer::new(PATIENCE, None);
+            let dialer = Dialer::new(PATIENCE, None, None);
             Ok(Link {
                 inner: dialer.dial(&self.server).await?,
                 epoch: Some(Epoch {
@@ -767,6 +842,75 @@ mod tests {
         assert!(lock(&pool.spare).is_some());
         current.fetch_add(1, Ordering::Release);
         assert_ne!(id().await, first);
+    }
+
+    /// Connects with credentials that change.
+    struct WithLogin {
+        server: redis::ConnectionInfo,
+        dialer: Dialer,
+    }
+
+    impl Connect for WithLogin {
+        async fn connect(&self) -> Result<Link, StoreError> {
+            Ok(Link {
+                inner: self.dialer.dial(&self.server).await?,
+                epoch: None,
+            })
+        }
+    }
+
+    /// Returns the user of a connection, and its id.
+    async fn user_and_id(pool: &Pool<WithLogin>) -> (Value, Value) {
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let whoami = redis::cmd("ACL").arg("WHOAMI").take();
+        let user = connection.ask(whoami, PATIENCE).await.unwrap();
+        let id = redis::cmd("CLIENT").arg("ID").take();
+        let id = connection.ask(id, PATIENCE).await.unwrap();
+        pool.give_back(connection);
+        (user, id)
+    }
+
+    /// Newer credentials take effect with the next command. If the server rejects them, that command has its reply, and
+    /// the connection is replaced.
+    #[tokio::test]
+    async fn newer_credentials_go_in_front_of_a_command() {
+        let server = RedisServer::start();
+        for user in ["a", "b"] {
+            let rule = format!("ACL SETUSER {user} on >hunter2 ~* +@all");
+            let _: String = server.command(&rule).await;
+        }
+        let calls = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&calls);
+        let source = CredentialSource::closure(move || {
+            let user = ["a", "b", "unknown", "a"][count.fetch_add(1, Ordering::SeqCst)];
+            async move { Ok(Credentials::new(user, "hunter2").valid_for(PATIENCE)) }
+        });
+        let login = Login::new(source, "", PATIENCE);
+        let dialer = Dialer::new(PATIENCE, None, None).with_login(Some(Arc::clone(&login)));
+        let to = WithLogin {
+            server: server.url().into_connection_info().unwrap(),
+            dialer,
+        };
+        let times = Times {
+            connect: PATIENCE,
+            ping: PATIENCE,
+        };
+        let pool = Pool::new(to, 1, times);
+        let text = |text: &str| Value::BulkString(text.into());
+        let (user, first) = user_and_id(&pool).await;
+        assert_eq!(user, text("a"));
+        login.renew_now().await;
+        assert_eq!(user_and_id(&pool).await, (text("b"), first.clone()));
+        login.renew_now().await;
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let whoami = redis::cmd("ACL").arg("WHOAMI").take();
+        let user = connection.ask(whoami, PATIENCE).await.unwrap();
+        assert_eq!(user, text("b"), "the command behind a rejected login");
+        pool.give_back(connection);
+        login.renew_now().await;
+        let (user, second) = user_and_id(&pool).await;
+        assert_eq!(user, text("a"));
+        assert_ne!(first, second);
     }
 
     /// No wake-up is lost, whether it arrives before, during or after the poll.

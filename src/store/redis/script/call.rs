@@ -7,7 +7,7 @@ use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
 use super::count;
-use super::{CHECK, Call, Script, TAKE, TAKES, wire};
+use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Check, EachCharge, Extra, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict,
@@ -205,26 +205,34 @@ impl Plan {
         if at < 0 {
             return Err(failure(at));
         }
-        let policy = self.taken_from_meter().ok_or_else(protocol)?;
+        let Some(policy) = self.taken_from_meter() else {
+            return Err(protocol());
+        };
         let full = policy.params().full;
         let ticks = self.ticks_under(policy);
         // A level after the take, if that is the only one and was charged. Otherwise -1 minus the level before the first.
         let was_charged = level >= 0;
-        let mut before = if was_charged {
+        let before_first = if was_charged {
             level - ticks
         } else {
             -1 - level
         };
-        let fits = ticks > 0 && before + ticks <= full;
-        let is_exact = EXACT.contains(&at) && EXACT.contains(&before);
-        if !is_exact || was_charged != (fits && times == 1) {
+        let fits = ticks > 0 && before_first + ticks <= full;
+        let is_only_grant = fits && times == 1;
+        let is_exact = EXACT.contains(&at) && EXACT.contains(&before_first);
+        if !is_exact || was_charged != is_only_grant {
             return Err(protocol());
         }
-        if fits && earlier > 0 {
-            // The earlier takes were granted as long as they fit.
-            before += ticks * earlier.min((full - before) / ticks);
-        }
-        let mut state = State::of_level(policy.kind(), at, before).ok_or_else(protocol)?;
+        // The earlier takes were granted as long as they fit.
+        let granted_before = if fits && earlier > 0 {
+            earlier.min((full - before_first) / ticks)
+        } else {
+            0
+        };
+        let before = before_first + ticks * granted_before;
+        let Some(mut state) = State::of_level(policy.kind(), at, before) else {
+            return Err(protocol());
+        };
         let cost = self.key.cost.into();
         let (verdict, granted) = Mode::Take.decide(policy, &mut state, cost, at);
         Ok(Verdicts {
@@ -258,8 +266,11 @@ impl Plan {
             return Err(protocol());
         }
         // The lowest number is the most specific problem.
-        let grants = of_policies.iter().map(|numbers| numbers[0]);
-        if let Some(problem @ ..0) = grants.map(i64::from_le_bytes).min() {
+        let mut problem = 0;
+        for numbers in of_policies {
+            problem = problem.min(i64::from_le_bytes(numbers[0]));
+        }
+        if problem < 0 {
             return Err(failure(problem));
         }
         let most = self.max_granted();
@@ -268,9 +279,8 @@ impl Plan {
         let mut each = SmallVec::new();
         for (numbers, policy) in of_policies.iter().zip(&self.policies) {
             let [grants, remaining, wait, reset] = numbers.map(i64::from_le_bytes);
-            let is_exact = EXACT.contains(&remaining)
-                && (wait == Verdict::NEVER || EXACT.contains(&wait))
-                && EXACT.contains(&reset);
+            let is_wait = wait == Verdict::NEVER || EXACT.contains(&wait);
+            let is_exact = EXACT.contains(&remaining) && is_wait && EXACT.contains(&reset);
             if grants > most || !is_exact {
                 return Err(protocol());
             }
@@ -313,6 +323,7 @@ impl Plan {
 
 impl ScriptCall {
     pub(crate) fn clear(&mut self) {
+        // By name, so that a new field cannot be left out: it would reach the next call.
         let Self {
             keys,
             ends,
@@ -349,6 +360,7 @@ impl ScriptCall {
     pub(crate) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
+        // The script decides equal checks one after the other. So no key occurs twice in a run of takes.
         let joins = matches!(
             check.mode(),
             Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
@@ -362,11 +374,13 @@ impl ScriptCall {
                 }
                 Some(_) => {
                     *last = entry;
+                    // `lua/takes.lua` reads all states before it decides the first entry.
                     self.has_several_of_a_caller = true;
                 }
                 None => {}
             }
         } else {
+            // A later check that joined an earlier entry would overtake this one.
             self.last_entry.remove(check.key());
         }
         self.push_entry(plan, prefix, check);
@@ -377,7 +391,9 @@ impl ScriptCall {
         let key = PlanKey::of(check);
         let plans = &mut self.plans;
         // Usually all checks of a batch have the same parameters.
-        if plans.last().is_some_and(|plan| plan.matches(key, check)) {
+        if let Some(last) = plans.last()
+            && last.matches(key, check)
+        {
             return plans.len() - 1;
         }
         if let Some(&index) = self.plan_of.get(&key)
@@ -475,6 +491,7 @@ impl ScriptCall {
         let mut packed = Packed::default();
         for run in self.entries.chunk_by(|a, b| a == b) {
             let plan = &self.plans[run[0].plan];
+            // Never: `is_of_takes` has found the meter of each plan.
             let Some(policy) = plan.taken_from_meter() else {
                 continue;
             };
@@ -523,9 +540,9 @@ impl ScriptCall {
     fn add_runs(&self, cmd: &mut Cmd) {
         let mut packed = Packed::default();
         // Sort by entry: a check may have joined an earlier entry of its caller.
-        let mut slots = self.slots.clone();
-        slots.sort_by_key(|(entry, _)| *entry);
-        let mut slots = slots.into_iter().peekable();
+        let mut sorted = self.slots.clone();
+        sorted.sort_by_key(|(entry, _)| *entry);
+        let mut slots = sorted.into_iter().peekable();
         let mut entry = 0;
         for run in self.entries.chunk_by(|a, b| a == b) {
             packed
@@ -690,8 +707,8 @@ enum Answers<'a> {
 pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
     let (caller, count) = rest.strip_prefix(":{")?.split_once("}:")?;
     // The key of a remembered answer ends with an id, which no span contains.
-    let (name, count) = count.split_once(':')?;
-    let (letter, span) = count.split_once(':').unwrap_or((count, ""));
+    let (name, kind) = count.split_once(':')?;
+    let (letter, span) = kind.split_once(':').unwrap_or((kind, ""));
     Some((Key::of_redis(caller)?, count::read(name, letter, span)?))
 }
 
@@ -742,8 +759,10 @@ fn records<const N: usize>(reply: &Value) -> Option<&[[u8; N]]> {
     let Value::BulkString(bytes) = reply else {
         return None;
     };
-    let (records, rest) = bytes.as_chunks();
-    rest.is_empty().then_some(records)
+    match bytes.as_chunks() {
+        (records, []) => Some(records),
+        _ => None,
+    }
 }
 
 /// Decodes a number of 7 bytes, least significant first; 0 if there are fewer.
@@ -752,6 +771,7 @@ fn i56(bytes: &[u8]) -> i64 {
     if let Some(high) = number.get_mut(1..=bytes.len()) {
         high.copy_from_slice(bytes);
     }
+    // In the high bytes first: the shift keeps the sign.
     i64::from_le_bytes(number) >> 8
 }
 
@@ -775,17 +795,24 @@ fn failure(problem: i64) -> StoreError {
         wire::OUT_OF_MEMORY => StoreError::new(ErrorKind::OutOfMemory).not_sent(),
         wire::READ_ONLY => StoreError::new(ErrorKind::ReadOnly).not_sent(),
         wire::NO_PERMISSION => StoreError::new(ErrorKind::Permission).check_only(),
-        _ => match missing_right(problem) {
-            Some(right) => {
-                let reason = format!("the right `+{right}` is missing");
-                StoreError::explained(ErrorKind::Permission, reason).check_only()
+        _ => {
+            if let Some(right) = right_of(problem, wire::NO_COMMAND) {
+                let command = format!("`{}`", right.to_uppercase());
+                return no_command(&command).check_only();
             }
-            None => protocol(),
-        },
+            match right_of(problem, wire::NO_PERMISSION) {
+                Some(right) => {
+                    let reason = format!("the right `+{right}` is missing");
+                    StoreError::explained(ErrorKind::Permission, reason).check_only()
+                }
+                None => protocol(),
+            }
+        }
     }
 }
 
-fn missing_right(problem: i64) -> Option<&'static str> {
-    let place = wire::NO_PERMISSION - problem - 1;
-    wire::RIGHTS.get(usize::try_from(place).ok()?).copied()
+/// Returns the n-th right of a problem numbered `first` - n.
+fn right_of(problem: i64, first: i64) -> Option<&'static str> {
+    let place = usize::try_from(first - problem - 1).ok()?;
+    Some(*wire::RIGHTS.get(place)?)
 }

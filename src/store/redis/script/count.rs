@@ -117,7 +117,7 @@ mod tests {
             (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
             (Strategy::Gcra, "100/s burst 200", "100/s+200"),
         ] {
-            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let policy = Policy::new("api", strategy, quota).unwrap();
             assert_eq!(policy.span(), span);
             let again = read("api", policy.kind().letter(), span).unwrap();
             assert_eq!((again.span(), again.id()), (span, policy.id()));

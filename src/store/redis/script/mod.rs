@@ -13,6 +13,8 @@ use std::time::Duration;
 
 use redis::{Cmd, ToRedisArgs};
 
+use crate::error::{ErrorKind, StoreError};
+
 pub(super) use call::{ScriptCall, read_key};
 
 /// Decides checks of any kind.
@@ -43,9 +45,17 @@ impl Script {
 
     /// The SHA-1 hash that `EVALSHA` takes.
     pub(super) fn hash(&self) -> &str {
+        // Once, since each call sends it, and the texts have tens of kilobytes.
         self.hash
             .get_or_init(|| redis::Script::new(self.text).get_hash().to_owned())
     }
+}
+
+/// The error of a script that calls `command`, which the server's configuration has renamed or disabled.
+pub(super) fn no_command(command: &str) -> StoreError {
+    StoreError::new(ErrorKind::Permission).with_message(format!(
+        "the server has no command {command}, which the script calls: do not rename or disable it"
+    ))
 }
 
 /// A call of a script.

@@ -10,7 +10,7 @@ macro_rules! numbers {
             Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
             TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Release RELEASE = 9;
             REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_WRITES = -5, ELSEWHERE = -6, NO_PERMISSION = -10,
-            IN_FLIGHT = 0, RECORD = 10
+            NO_COMMAND = -30, IN_FLIGHT = 0, RECORD = 10
         }
     };
 }
@@ -28,8 +28,8 @@ macro_rules! in_rust {
 
 numbers!(in_rust);
 
-/// The rights that the script needs. A check that lacks the n-th right (n >= 1) fails with [`NO_PERMISSION`] - n.
-/// `lua/problem.lua` has the same list.
+/// The rights that the script needs. A check whose user lacks the n-th right (n >= 1) fails with [`NO_PERMISSION`] - n, and
+/// one whose server lacks that command with [`NO_COMMAND`] - n. `lua/problem.lua` has the same list.
 pub(crate) const RIGHTS: [&str; 16] = [
     "mget",
     "set",
@@ -83,6 +83,7 @@ macro_rules! script {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
         /// The script for checks of any kind: the call, shared helpers, the strategies, the driver and the reply.
         pub(crate) const CHECK: &str = concat!(
+            // Each file uses the locals of the files before it.
             lua!("call"),
             "\n",
             numbers!(in_lua),

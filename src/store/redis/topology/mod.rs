@@ -5,14 +5,15 @@
 //! per master.
 
 pub(super) mod cluster;
+mod logins;
 mod node;
 mod sentinel;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use redis::ConnectionInfo;
 
+pub(super) use logins::{CredentialSources, Logins};
 pub(super) use node::Node;
 
 use self::cluster::Cluster;
@@ -20,6 +21,7 @@ use self::sentinel::Sentinels;
 use super::link::{self, Connect, Dialer, Link, Times, Tls, kept_alive};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::limit::Key;
+use crate::store::config::RedisSettings;
 
 /// The servers that the application has named.
 #[derive(Clone)]
@@ -71,18 +73,24 @@ pub(super) struct NodeRoute {
 impl Topology {
     pub(super) fn new(
         mut servers: NamedServers,
-        prefix: &str,
-        partitions: usize,
-        time_to_connect: Duration,
+        settings: &RedisSettings,
         tls: &Tls,
+        logins: Logins,
     ) -> Result<Self, ConfigError> {
         for server in servers.all() {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
-        let dialer = || Dialer::new(time_to_connect, tls.server_name());
+        let time_to_connect = settings.time_to_connect();
+        // Two for sentinels and their master: each dialer learns whether its servers use TLS.
+        let dialer = |login| {
+            let client_name = settings.client_name.clone();
+            Dialer::new(time_to_connect, tls.server_name(), client_name).with_login(login)
+        };
         Ok(match servers {
-            NamedServers::Server(server) => Self::Server(Arc::new((*server, dialer()))),
+            NamedServers::Server(server) => {
+                Self::Server(Arc::new((*server, dialer(logins.servers))))
+            }
             NamedServers::Sentinel {
                 name,
                 master,
@@ -90,13 +98,16 @@ impl Topology {
             } => Self::Sentinel(Arc::new(Sentinels::new(
                 name,
                 *master,
-                dialer(),
+                dialer(logins.servers),
                 sentinels,
-                dialer(),
+                dialer(logins.sentinels),
                 time_to_connect,
             ))),
             NamedServers::Cluster(seeds) => {
-                Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions)))
+                let dialer = dialer(logins.servers);
+                let partitions = settings.partitions.get();
+                let cluster = Cluster::new(seeds, dialer, &settings.prefix, partitions);
+                Self::Cluster(Arc::new(cluster))
             }
         })
     }
@@ -111,48 +122,62 @@ impl Topology {
     /// Returns the partition of a caller. Only checks of the same partition share a script call.
     #[inline]
     pub(super) fn partition(&self, key: &Key) -> u16 {
-        self.cluster().map_or(0, |cluster| cluster.partition(key))
+        match self.cluster() {
+            Some(cluster) => cluster.partition(key),
+            None => 0,
+        }
     }
 
     pub(super) fn partitions(&self) -> usize {
-        self.cluster().map_or(1, |cluster| cluster.partitions())
+        match self.cluster() {
+            Some(cluster) => cluster.partitions(),
+            None => 1,
+        }
     }
 
     /// Returns the node with the keys of this partition. `None` until a node has reported it.
     #[inline]
     pub(super) fn node(&self, partition: u16) -> Option<Node> {
-        self.cluster()
-            .map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
+        match self.cluster() {
+            Some(cluster) => cluster.node(partition),
+            None => Some(Node::ONLY),
+        }
     }
 
     /// Returns the error of a check whose partition has no known node.
     pub(super) fn no_master(&self) -> StoreError {
-        self.cluster().map_or_else(
-            || StoreError::new(ErrorKind::NotReady),
-            |cluster| cluster.no_master(),
-        )
+        match self.cluster() {
+            Some(cluster) => cluster.no_master(),
+            None => StoreError::new(ErrorKind::NotReady),
+        }
     }
 
     /// Returns the nodes with callers' keys. `None` while one of them is unknown.
     pub(super) fn masters(&self) -> Option<Vec<Node>> {
-        self.cluster()
-            .map_or_else(|| Some(vec![Node::ONLY]), |cluster| cluster.masters())
+        match self.cluster() {
+            Some(cluster) => cluster.masters(),
+            None => Some(vec![Node::ONLY]),
+        }
     }
 
     /// Returns the prefixes of the keys of counts, up to the caller.
     pub(super) fn prefixes(&self, prefix: &str) -> Vec<String> {
-        match self.cluster() {
-            None => vec![prefix.to_owned()],
-            Some(cluster) => (0..cluster.partitions())
-                .map(|of| cluster.prefix(of as u16).to_owned())
-                .collect(),
+        let Some(cluster) = self.cluster() else {
+            return vec![prefix.to_owned()];
+        };
+        let mut prefixes = vec![];
+        for partition in 0..cluster.partitions() {
+            prefixes.push(cluster.prefix(partition as u16).to_owned());
         }
+        prefixes
     }
 
     /// Returns the node with the keys that belong to no partition.
     pub(super) fn shared_node(&self) -> Option<Node> {
-        self.cluster()
-            .map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
+        match self.cluster() {
+            Some(cluster) => cluster.shared_node(),
+            None => Some(Node::ONLY),
+        }
     }
 
     /// Returns the address of a node, or of all nodes, for errors: without user and password.
@@ -168,6 +193,7 @@ impl Topology {
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {
             None => format!("{prefix}:{name}"),
+            // With the tag whose slot `shared_node` finds.
             Some(_) => format!("{prefix}:{{{}}}:{name}", cluster::SHARED),
         }
     }

@@ -70,14 +70,17 @@ impl Cluster {
         prefix: &str,
         partitions: usize,
     ) -> Self {
-        let partition = |tag: u32| ClusterPartition {
-            slot: slots::slot(tag.to_string().as_bytes()),
-            prefix: format!("{prefix}:{{{tag}}}").into(),
-            moves_until: AtomicI64::new(i64::MIN),
-        };
+        let mut each = vec![];
+        for tag in slots::tags(partitions) {
+            each.push(ClusterPartition {
+                slot: slots::slot(tag.to_string().as_bytes()),
+                prefix: format!("{prefix}:{{{tag}}}").into(),
+                moves_until: AtomicI64::new(i64::MIN),
+            });
+        }
         Self {
             nodes: Nodes::new(seeds, dialer),
-            partitions: slots::tags(partitions).into_iter().map(partition).collect(),
+            partitions: each.into(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
             refresher: Refresher::default(),
             marker_error: OnceLock::new(),
@@ -114,28 +117,31 @@ impl Cluster {
 
     /// Returns one partition of each master that has any.
     pub(crate) fn partition_of_each(&self) -> Vec<u16> {
-        self.each_master()
-            .into_iter()
-            .map(|(_, partition)| partition)
-            .collect()
+        let mut partitions = vec![];
+        for (_, partition) in self.each_master() {
+            partitions.push(partition);
+        }
+        partitions
     }
 
     /// Returns the masters of all partitions. `None` while one of them is unknown.
     pub(crate) fn masters(&self) -> Option<Vec<Node>> {
-        self.each_master()
-            .into_iter()
-            .map(|(node, _)| node)
-            .collect()
+        let mut masters = vec![];
+        for (node, _) in self.each_master() {
+            masters.push(node?);
+        }
+        Some(masters)
     }
 
-    /// Loads the map only once, since it may be replaced concurrently.
+    /// Returns each master that has partitions, with one of these. The master is `None` for partitions without a known
+    /// one.
     fn each_master(&self) -> Vec<(Option<Node>, u16)> {
+        // Loaded once, since it may be replaced concurrently: a sort by values that change may panic.
         let map = self.map.load();
-        let owners = self
-            .partitions
-            .iter()
-            .map(|partition| map.owner(partition.slot));
-        let mut each: Vec<_> = owners.zip(0..).collect();
+        let mut each = vec![];
+        for (partition, number) in self.partitions.iter().zip(0..) {
+            each.push((map.owner(partition.slot), number));
+        }
         each.sort_unstable();
         each.dedup_by_key(|(node, _)| *node);
         each
@@ -144,9 +150,11 @@ impl Cluster {
     /// Returns `true` if a partition's slot is migrating. A call with keys on both nodes is then
     /// rejected, so its callers' checks are sent one at a time.
     pub(crate) fn moves(&self, partition: u16) -> bool {
+        // Relaxed: a call that misses the report is rejected too, and its checks are sent again one at a time.
         let until = self.partitions[usize::from(partition)]
             .moves_until
             .load(Relaxed);
+        // Most slots have never moved: skip the clock for these.
         until > i64::MIN && self.clock.micros() < until
     }
 
@@ -194,13 +202,13 @@ impl Cluster {
         pause: Duration,
     ) -> Result<(Arc<SlotMap>, bool), StoreError> {
         let present = self.map.load_full();
-        let lost = if let Why::Lost(node) = why {
-            Some(node)
-        } else {
-            None
+        let lost = match why {
+            Why::Lost(node) => Some(node),
+            Why::Unknown | Why::Moved | Why::Marker => None,
         };
         let queried = self.nodes.query_any(&present, lost, patience, pause).await;
         let (map, is_other) = queried?;
+        // The other cluster has its own marker, which must be checked before its map is adopted.
         if is_other {
             self.refresher.forget_marker();
         }
@@ -238,7 +246,7 @@ mod tests {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         Cluster::new(
             vec![seed],
-            Dialer::new(Duration::from_secs(1), None),
+            Dialer::new(Duration::from_secs(1), None, None),
             "rl",
             1,
         )
@@ -343,7 +351,7 @@ mod tests {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         let cluster = Cluster::new(
             vec![seed],
-            Dialer::new(Duration::from_secs(1), None),
+            Dialer::new(Duration::from_secs(1), None, None),
             "rl",
             1_024,
         );

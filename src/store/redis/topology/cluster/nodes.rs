@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use redis::{ConnectionInfo, ErrorKind as RedisErrorKind, RedisError, ServerErrorKind, Value};
+use redis::{
+    ConnectionInfo, ErrorKind as RedisErrorKind, RedisError, ServerError, ServerErrorKind, Value,
+};
 use tokio::time::{Instant, timeout};
 
 use super::slots::{self, Address, SlotMap, SlotRanges};
@@ -51,6 +53,12 @@ impl<A: Clone + Eq + Hash> Known<A> {
     pub(super) fn address(&self, node: Node) -> Option<&A> {
         self.addresses.get(node.index())
     }
+}
+
+/// The reply of a queried node.
+struct Queried {
+    address: Address,
+    slots: Result<SlotRanges, StoreError>,
 }
 
 /// The meaning of a node's error reply.
@@ -102,27 +110,30 @@ impl Nodes {
         node: Node,
         is_ours: impl Fn(&SlotRanges) -> bool,
     ) -> Result<Driven, StoreError> {
-        let address = self
-            .address(node)
-            .ok_or_else(|| StoreError::new(ErrorKind::Unreachable))?;
+        let Some(address) = self.address(node) else {
+            return Err(StoreError::new(ErrorKind::Unreachable));
+        };
         match self.query(&address).await {
             Ok((connection, slots)) if is_ours(&slots) => Ok(connection),
-            Err(error) if error.kind() != ErrorKind::Configuration => Err(error),
-            _ => Err(of_another(&address)),
+            Ok(_) => Err(of_another(&address)),
+            // Not the application's mistake: a single Redis has the address of a former node.
+            Err(error) if error.kind() == ErrorKind::Configuration => Err(of_another(&address)),
+            Err(error) => Err(error),
         }
     }
 
     /// Returns the address of a node, or the addresses that the application named.
     pub(super) fn name(&self, node: Option<Node>) -> String {
-        let seeds = || {
-            self.seeds
-                .iter()
-                .map(|seed| seed.addr().to_string())
-                .collect::<Vec<_>>()
-                .join(", ")
-        };
-        node.and_then(|node| self.address(node))
-            .map_or_else(seeds, |address| address.to_string())
+        if let Some(node) = node
+            && let Some(address) = self.address(node)
+        {
+            return address.to_string();
+        }
+        let mut seeds = vec![];
+        for seed in &self.seeds {
+            seeds.push(seed.addr().to_string());
+        }
+        seeds.join(", ")
     }
 
     /// Queries a node for the slots; also returns the connection.
@@ -134,11 +145,7 @@ impl Nodes {
         let mut cmd = redis::cmd("CLUSTER");
         cmd.arg("SLOTS");
         match connection.send_packed_command(&cmd).await {
-            Ok(Value::ServerError(error))
-                if error
-                    .details()
-                    .is_some_and(|text| text.contains("cluster support disabled")) =>
-            {
+            Ok(Value::ServerError(error)) if is_of_single_redis(&error) => {
                 let text = format!(
                     "the server {address} is not a node of a Redis Cluster: for a single Redis write `redis://{address}`, \
                      and connect with `RedisStore::connect`, not with `RedisStore::cluster`"
@@ -172,72 +179,86 @@ impl Nodes {
         pause: Duration,
     ) -> Result<(SlotMap, bool), StoreError> {
         // At startup, any node may be down: query all in parallel.
-        let pause = if present.is_empty() {
-            Duration::ZERO
-        } else {
-            pause
-        };
-        let query =
-            async |address: Address| (within(patience, self.query(&address)).await, address);
+        let is_first = present.is_empty();
+        let pause_between = if is_first { Duration::ZERO } else { pause };
         let mut left = self.candidates(present, lost).into_iter();
-        let mut answers = FuturesUnordered::new();
-        let (mut failure, mut other) = (StoreError::new(ErrorKind::Unreachable), None);
+        let mut replies = FuturesUnordered::new();
+        let mut failure = StoreError::new(ErrorKind::Unreachable);
+        // The slots of another cluster, at an address that the application named.
+        let mut other = None;
         let slots = loop {
-            answers.extend(left.next().map(query));
-            let answer = match left.len() {
-                0 => answers.next().await,
-                _ => match timeout(pause, answers.next()).await {
-                    Ok(answer) => answer,
+            if let Some(address) = left.next() {
+                replies.push(self.query_within(patience, address));
+            }
+            let is_last = left.len() == 0;
+            let reply = if is_last {
+                replies.next().await
+            } else {
+                match timeout(pause_between, replies.next()).await {
+                    Ok(reply) => reply,
                     Err(_) => continue,
-                },
+                }
             };
-            match answer {
-                None => {
-                    break self
-                        .is_cluster_lost()
-                        .then_some(other)
-                        .flatten()
-                        .ok_or(failure)?;
+            let Some(Queried { address, slots }) = reply else {
+                // All have replied, and none belongs to the cluster.
+                let lost_for = self.record_lost_cluster();
+                match other {
+                    Some(slots) if lost_for >= CLUSTER_LOST_AFTER => break slots,
+                    _ => return Err(failure),
                 }
-                Some((Ok((_, slots)), _)) if present.is_of_cluster(&slots) => break slots,
-                Some((Ok((_, slots)), address)) => {
+            };
+            match slots {
+                Ok(slots) if present.is_of_cluster(&slots) => break slots,
+                Ok(slots) => {
                     failure = failure.or_telling(of_another(&address));
-                    other = other.or(self.is_seed(&address).then_some(slots));
+                    if other.is_none() && self.is_seed(&address) {
+                        other = Some(slots);
+                    }
                 }
-                Some((Err(error), address)) => {
-                    failure = failure.or_telling(error.with_server(address))
-                }
+                Err(error) => failure = failure.or_telling(error.with_server(address)),
             }
         };
         *lock(&self.gone_since) = None;
         let is_other = !present.is_of_cluster(&slots);
-        Ok((
-            SlotMap::new(slots, |address| self.number(address)),
-            is_other,
-        ))
+        let map = SlotMap::new(slots, |address| self.number(address));
+        Ok((map, is_other))
+    }
+
+    async fn query_within(&self, patience: Duration, address: Address) -> Queried {
+        let slots = match within(patience, self.query(&address)).await {
+            Ok((_, slots)) => Ok(slots),
+            Err(error) => Err(error),
+        };
+        Queried { address, slots }
+    }
+
+    /// Returns the slot and the node of a redirection. `None` if it has no usable address.
+    fn redirection(&self, error: &RedisError, asked: Node) -> Option<(u16, Node)> {
+        let (address, slot) = error.redirect_node()?;
+        let (host, port) = address.rsplit_once(':')?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let port = port.parse().ok()?;
+        // The cluster does not know the address.
+        if host == "?" || port == 0 {
+            return None;
+        }
+        let address = self.address(asked)?.sibling(host, port);
+        Some((slot, self.number(address)))
     }
 
     /// Interprets the error of the node `asked`.
     pub(super) fn node_error(&self, error: &RedisError, asked: Node) -> NodeError {
-        let elsewhere = || {
-            let (address, slot) = error.redirect_node()?;
-            let (host, port) = address.rsplit_once(':')?;
-            let host = host.trim_start_matches('[').trim_end_matches(']');
-            let address = self
-                .address(asked)?
-                .sibling(host, port.parse().ok().filter(|port| *port > 0)?);
-            (host != "?").then(|| (slot, self.number(address)))
-        };
         match error.kind() {
             RedisErrorKind::Server(ServerErrorKind::Moved) => {
-                elsewhere().map_or(NodeError::NotReady, |(slot, node)| NodeError::Moved {
-                    slot,
-                    node,
-                })
+                match self.redirection(error, asked) {
+                    Some((slot, node)) => NodeError::Moved { slot, node },
+                    None => NodeError::NotReady,
+                }
             }
-            RedisErrorKind::Server(ServerErrorKind::Ask) => {
-                elsewhere().map_or(NodeError::NotReady, |(_, node)| NodeError::Ask(node))
-            }
+            RedisErrorKind::Server(ServerErrorKind::Ask) => match self.redirection(error, asked) {
+                Some((_, node)) => NodeError::Ask(node),
+                None => NodeError::NotReady,
+            },
             RedisErrorKind::Server(ServerErrorKind::TryAgain) => NodeError::TryAgain,
             RedisErrorKind::Server(
                 ServerErrorKind::ClusterDown
@@ -248,10 +269,9 @@ impl Nodes {
         }
     }
 
-    /// Returns `true` if no queried node has belonged to the cluster for [`CLUSTER_LOST_AFTER`].
-    /// Call this only when none does: the first call starts the time.
-    fn is_cluster_lost(&self) -> bool {
-        lock(&self.gone_since).get_or_insert_with(instant).elapsed() >= CLUSTER_LOST_AFTER
+    /// Records that no queried node belongs to the cluster. Returns the time since the first such record.
+    fn record_lost_cluster(&self) -> Duration {
+        lock(&self.gone_since).get_or_insert_with(instant).elapsed()
     }
 
     fn is_seed(&self, address: &Address) -> bool {
@@ -263,6 +283,7 @@ impl Nodes {
 
     /// Returns some known nodes, in random order, followed by the nodes that the application named.
     fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Address> {
+        // Otherwise a thousand instances would all query the same node after a failover.
         let random = RandomState::new();
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
@@ -277,6 +298,14 @@ impl Nodes {
             }
         }
         addresses
+    }
+}
+
+/// Returns `true` for the error with which a Redis that is not in cluster mode replies to `CLUSTER`.
+fn is_of_single_redis(error: &ServerError) -> bool {
+    match error.details() {
+        Some(text) => text.contains("cluster support disabled"),
+        None => false,
     }
 }
 

@@ -99,27 +99,29 @@ impl Refresher {
     pub(crate) fn plan(&self, why: Why) -> Option<Planned> {
         let now = instant();
         let (wakes, woken) = oneshot::channel();
-        let (begins, former) = {
-            let state = &mut *lock(&self.state);
-            let gap = Self::GAP
-                .saturating_mul(1 << state.unchanged.min(10))
-                .min(Self::LONGEST_GAP);
-            let last = state.last.as_ref();
-            let earliest = last.map_or(now, |(last, _)| *last + jittered(gap, 0.5..1.0));
-            let begins = earliest.max(now + jittered(why.max_delay(), 0.5..1.0));
-            if let Some(plan) = &state.planned
-                && plan.begins <= begins
-                && now < plan.overdue
-            {
-                return None;
-            }
-            let plan = PlannedRefresh {
-                begins,
-                overdue: begins + Self::LATE,
-                _wakes: wakes,
-            };
-            (begins, state.planned.replace(plan))
+        let mut state = lock(&self.state);
+        // At most 10 doublings, so that the shift cannot overflow.
+        let gap = Self::GAP
+            .saturating_mul(1 << state.unchanged.min(10))
+            .min(Self::LONGEST_GAP);
+        let earliest = match &state.last {
+            Some((ended_at, _)) => *ended_at + jittered(gap, 0.5..1.0),
+            None => now,
         };
+        let begins = earliest.max(now + jittered(why.max_delay(), 0.5..1.0));
+        if let Some(plan) = &state.planned
+            && plan.begins <= begins
+            && now < plan.overdue
+        {
+            return None;
+        }
+        let former = state.planned.replace(PlannedRefresh {
+            begins,
+            overdue: begins + Self::LATE,
+            _wakes: wakes,
+        });
+        drop(state);
+        // Without the lock, since this wakes the task of that plan.
         drop(former);
         Some(Planned { begins, woken })
     }
@@ -128,6 +130,7 @@ impl Refresher {
     pub(crate) fn begin(&self, planned: &mut Planned, patience: Duration) -> bool {
         let state = &mut *lock(&self.state);
         match &mut state.planned {
+            // A query may take that long, so until then no other task must replace this one.
             Some(plan) if planned.is_current() => {
                 plan.overdue = instant() + patience;
                 true
@@ -139,6 +142,7 @@ impl Refresher {
     /// Ends a planned query, so that another one can be planned.
     pub(crate) fn end(&self, mut planned: Planned) {
         let state = &mut *lock(&self.state);
+        // Otherwise it is the plan of the task that has replaced this one.
         if planned.is_current() {
             state.planned = None;
         }
@@ -146,14 +150,18 @@ impl Refresher {
 
     /// Records the outcome of a query: whether the map has changed, or the error.
     pub(crate) fn queried(&self, outcome: &Result<bool, StoreError>) {
-        {
-            let state = &mut *lock(&self.state);
-            state.unchanged = match outcome {
-                Ok(true) => 0,
-                _ => state.unchanged.saturating_add(1),
-            };
-            state.last = Some((instant(), outcome.as_ref().err().cloned()));
-        }
+        let mut state = lock(&self.state);
+        state.unchanged = match outcome {
+            Ok(true) => 0,
+            Ok(false) | Err(_) => state.unchanged.saturating_add(1),
+        };
+        let error = match outcome {
+            Ok(_) => None,
+            Err(error) => Some(error.clone()),
+        };
+        state.last = Some((instant(), error));
+        drop(state);
+        // After the outcome is stored: the woken checks read its error.
         self.ended.notify_waiters();
     }
 
@@ -164,16 +172,20 @@ impl Refresher {
 
     /// The error of the last query, if that failed less than [`LONGEST_GAP`](Self::LONGEST_GAP) ago.
     pub(crate) fn recent_error(&self) -> Option<StoreError> {
-        let state = lock(&self.state);
-        let (last, error) = state.last.as_ref()?;
-        error.clone().filter(|_| last.elapsed() < Self::LONGEST_GAP)
+        match &lock(&self.state).last {
+            Some((ended_at, Some(error))) if ended_at.elapsed() < Self::LONGEST_GAP => {
+                Some(error.clone())
+            }
+            _ => None,
+        }
     }
 
     /// Returns `true` if the marker should be checked.
     pub(crate) fn marker_is_due(&self) -> bool {
-        lock(&self.state)
-            .marker_due
-            .is_none_or(|until| until <= instant())
+        match lock(&self.state).marker_due {
+            Some(due) => due <= instant(),
+            None => true,
+        }
     }
 
     /// Returns `true` if another instance has ever confirmed this number of partitions.
@@ -186,13 +198,15 @@ impl Refresher {
     pub(crate) fn marked(&self, agrees: bool) {
         let mut state = lock(&self.state);
         state.marker_due = Some(instant() + Self::MARKER);
+        // Kept once it is set: after a `FLUSHALL`, only instances that were confirmed earlier restore the marker.
         state.was_confirmed |= agrees;
     }
 
     /// Forgets the marker: the slots belong to another cluster.
     pub(super) fn forget_marker(&self) {
         let mut state = lock(&self.state);
-        (state.marker_due, state.was_confirmed) = (None, false);
+        state.marker_due = None;
+        state.was_confirmed = false;
     }
 }
 

@@ -16,15 +16,17 @@ pub(crate) const SHARED: &str = "rl";
 
 /// Returns the slot of a hash tag: its CRC-16/XMODEM, as in Redis.
 pub(super) fn slot(tag: &[u8]) -> u16 {
-    let crc = tag.iter().fold(0u16, |crc, byte| {
-        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
-            if crc & 0x8000 == 0 {
-                crc << 1
-            } else {
-                crc << 1 ^ 0x1021
+    let mut crc = 0u16;
+    for byte in tag {
+        crc ^= u16::from(*byte) << 8;
+        for _ in 0..8 {
+            let is_high_bit_set = crc & 0x8000 != 0;
+            crc <<= 1;
+            if is_high_bit_set {
+                crc ^= 0x1021;
             }
-        })
-    });
+        }
+    }
     crc % SLOTS
 }
 
@@ -32,8 +34,10 @@ pub(super) fn slot(tag: &[u8]) -> u16 {
 /// part of all slots. Masters usually have contiguous ranges of slots of similar length, so each
 /// master has a similar number of partitions.
 pub(super) fn tags(partitions: usize) -> Vec<u32> {
+    // All instances must find the same tags: keys contain them. So this order must not change.
     let mut tags = vec![None; partitions];
-    let (mut number, mut left) = (0, tags.len());
+    let mut number = 0;
+    let mut left = partitions;
     while left > 0 {
         let slot = slot(number.to_string().as_bytes());
         let partition = usize::from(slot) * tags.len() / usize::from(SLOTS);
@@ -135,9 +139,13 @@ impl SlotMap {
             ids: Arc::new(slots.ids),
         };
         for range in slots.ranges {
-            let nodes: Vec<Node> = range.nodes.into_iter().map(&mut node).collect();
-            map.owners[usize::from(range.first)..=usize::from(range.last)].fill(Some(nodes[0]));
-            map.nodes.extend(nodes);
+            let own = map.nodes.len();
+            for address in range.nodes {
+                map.nodes.push(node(address));
+            }
+            // The first node of a range is its master, and `read` returns no range without nodes.
+            let master = map.nodes[own];
+            map.owners[usize::from(range.first)..=usize::from(range.last)].fill(Some(master));
         }
         map.nodes.sort_unstable();
         map.nodes.dedup();
@@ -150,7 +158,7 @@ impl SlotMap {
 
     /// Returns the master of a slot. `None` if no node serves it, or until a node has reported it.
     pub(super) fn owner(&self, slot: u16) -> Option<Node> {
-        self.owners.get(usize::from(slot)).copied().flatten()
+        *self.owners.get(usize::from(slot))?
     }
 
     /// Returns the master of the keys that belong to no partition.
@@ -160,6 +168,7 @@ impl SlotMap {
 
     /// Returns `true` if the cluster reported this node; `false` for a node that was learned later.
     pub(crate) fn names(&self, node: Node) -> bool {
+        // Exact for a map without learned nodes only. Its caller has just queried the map.
         self.nodes.binary_search(&node).is_ok()
     }
 
@@ -176,7 +185,9 @@ impl SlotMap {
 
     /// Returns a copy of the map with another owner of one slot.
     pub(super) fn with(&self, slot: u16, owner: Node) -> Self {
-        let (mut owners, mut nodes) = (self.owners.clone(), self.nodes.clone());
+        let mut owners = self.owners.clone();
+        let mut nodes = self.nodes.clone();
+        // A faulty node may report a slot that does not exist.
         if let Some(place) = owners.get_mut(usize::from(slot)) {
             *place = Some(owner);
         }
@@ -211,14 +222,20 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<SlotRanges> {
         let [Value::Int(first), Value::Int(last), master, replicas @ ..] = parts.as_slice() else {
             return None;
         };
-        let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
+        let first = u16::try_from(*first).ok()?;
+        let last = u16::try_from(*last).ok()?;
         if first > last || last >= SLOTS {
             return None;
         }
-        let master = node(master, asked, &mut ids)?;
-        let mut nodes: Vec<Address> = master.into_iter().collect();
+        let mut nodes = vec![];
+        nodes.extend(node(master, asked, &mut ids)?);
         for replica in replicas {
-            nodes.extend(node(replica, asked, &mut ids)?.filter(|_| !nodes.is_empty()));
+            // Parsed in any case: its id identifies the cluster.
+            let replica = node(replica, asked, &mut ids)?;
+            // The first node must be the master.
+            if !nodes.is_empty() {
+                nodes.extend(replica);
+            }
         }
         if nodes.is_empty() {
             lacks_address = true;
@@ -255,7 +272,10 @@ fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>>
         _ => return None,
     };
     let port = u16::try_from(*port).ok()?;
-    Some((host != "?" && port > 0).then(|| asked.sibling(host, port)))
+    if host == "?" || port == 0 {
+        return Some(None);
+    }
+    Some(Some(asked.sibling(host, port)))
 }
 
 #[cfg(test)]
