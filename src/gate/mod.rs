@@ -235,7 +235,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
-        let extracted = extractor.extract(request);
+        let extracted = extractor.extract_for(request, &self.notifier);
         if self.settings.dry_run {
             return self.exempt(request, extracted, grant);
         }
