@@ -33,6 +33,8 @@ mod connections {
         mod budget;
         mod credentials;
         mod names;
+        #[cfg(unix)]
+        mod password_files;
         mod paths;
         mod runtimes;
         mod urls;

@@ -146,7 +146,13 @@ impl AnyStore {
 }
 
 pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder, ConfigError> {
-    let builder = RedisStore::builder(url).settings(config.into());
+    let mut builder = RedisStore::builder(url).settings(config.into());
+    if let Some(path) = &config.password_file {
+        builder = builder.password_file(path);
+    }
+    if let Some(path) = &config.sentinel_password_file {
+        builder = builder.sentinel_password_file(path);
+    }
     set_address_map(set_tls(builder, config)?, config)
 }
 
@@ -310,9 +316,7 @@ mod tests {
     }
 
     fn policies(quota: &str) -> Policies {
-        Policy::new("test", Strategy::Gcra, quota.parse().unwrap())
-            .unwrap()
-            .into()
+        Policy::new("test", Strategy::Gcra, quota).unwrap().into()
     }
 
     #[test]

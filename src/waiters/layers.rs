@@ -76,8 +76,7 @@ mod tests {
     use crate::limit::Strategy;
 
     fn window(name: &str, quota: &str) -> Policy {
-        let (quota, strategy) = (quota.parse().unwrap(), Strategy::SlidingLog);
-        Policy::new(name, strategy, quota).unwrap()
+        Policy::new(name, Strategy::SlidingLog, quota).unwrap()
     }
 
     #[test]

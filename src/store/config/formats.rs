@@ -43,6 +43,7 @@ impl<'de> Visitor<'de> for StoreTable {
         let mut config = StoreConfig::default();
         let mut names = vec![];
         while let Some(SettingName(name)) = map.next_key()? {
+            // As in derived code: some formats pass a repeated name on.
             if names.contains(&name) {
                 return Err(A::Error::duplicate_field(name));
             }
@@ -72,9 +73,10 @@ impl Visitor<'_> for NameVisitor {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<SettingName, E> {
-        let name = StoreConfig::NAMES.iter().find(|name| **name == text);
-        name.map(|name| SettingName(name))
-            .ok_or_else(|| E::unknown_field(text, StoreConfig::NAMES))
+        match StoreConfig::NAMES.iter().find(|name| **name == text) {
+            Some(name) => Ok(SettingName(name)),
+            None => Err(E::unknown_field(text, StoreConfig::NAMES)),
+        }
     }
 }
 

@@ -36,6 +36,7 @@ macro_rules! settings {
         redis { $($redis:tt)* }
         { $($after:tt)* }
     ) => {
+        // In three lists, since a macro cannot select some items of one: the first type has all, the second some.
         settings!(@all $(#[$attribute])* { $($before)* $($redis)* $($after)* });
         settings!(@redis { $($redis)* });
     };
@@ -57,11 +58,10 @@ macro_rules! settings {
         /// Omits the password, also in a setting that should not contain it.
         impl fmt::Debug for StoreConfig {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let address = |url| format!("{:?}", Servers::from(url));
-                let shown = Self { url: self.url.as_ref().map(address), ..self.clone() };
-                let text = |field: &dyn fmt::Debug| redacted(&format!("{field:?}")).into_owned();
+                let url = self.url.as_ref().map(|url| format!("{:?}", Servers::from(url)));
+                let shown = Self { url, ..self.clone() };
                 f.debug_struct("StoreConfig")
-                    $(.field(stringify!($name), &format_args!("{}", text(&shown.$name))))*
+                    $(.field(stringify!($name), &ShownField(&shown.$name)))*
                     .finish()
             }
         }
@@ -103,6 +103,15 @@ macro_rules! settings {
             }
         }
     };
+}
+
+/// A setting in `Debug`, without a secret.
+struct ShownField<'a>(&'a dyn fmt::Debug);
+
+impl fmt::Debug for ShownField<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&redacted(&format!("{:?}", self.0)))
+    }
 }
 
 type Both = Fallback<LocalStore, LocalStore>;
@@ -186,6 +195,14 @@ settings! {
         /// The URL of Redis, as for [`RedisStore::connect`](super::RedisStore::connect). Defaults to none.
         #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
         url: Option<String> = None;
+        /// Path of a file with the password of the servers; see
+        /// [`RedisStoreBuilder::password_file`](super::RedisStoreBuilder::password_file). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        password_file: Option<PathBuf> = None;
+        /// Path of a file with the password of the sentinels; see
+        /// [`RedisStoreBuilder::sentinel_password_file`](super::RedisStoreBuilder::sentinel_password_file). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        sentinel_password_file: Option<PathBuf> = None;
         /// Path of a PEM file with the CA certificates to trust exclusively. Defaults to none: the CAs
         /// that this machine trusts or, with the feature `tls-webpki-roots`, Mozilla's.
         ///
@@ -295,23 +312,26 @@ impl StoreConfig {
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
-        let wrong = |what: &str| {
-            Err(wrong_url(format_args!(
-                "{name} is {what} (set {name}={LOCAL} for no Redis)"
-            )))
+        let problem = match value {
+            // Probably a template without its value: counting locally instead would hide that.
+            Ok(url) if url.trim().is_empty() => "empty",
+            Ok(word) if word.trim() == LOCAL => {
+                return Ok(Self {
+                    kind: StoreKind::Local,
+                    ..Self::default()
+                });
+            }
+            Ok(url) => {
+                return Ok(Self {
+                    url: Some(url),
+                    ..Self::default()
+                });
+            }
+            Err(VarError::NotPresent) => "not set",
+            Err(VarError::NotUnicode(_)) => "not Unicode",
         };
-        match value {
-            Ok(url) if url.trim().is_empty() => wrong("empty"),
-            Ok(word) if word.trim() == LOCAL => Ok(Self {
-                kind: StoreKind::Local,
-                ..Self::default()
-            }),
-            Ok(url) => Ok(Self {
-                url: Some(url),
-                ..Self::default()
-            }),
-            Err(VarError::NotPresent) => wrong("not set"),
-            Err(VarError::NotUnicode(_)) => wrong("not Unicode"),
-        }
+        Err(wrong_url(format_args!(
+            "{name} is {problem} (set {name}={LOCAL} for no Redis)"
+        )))
     }
 }

@@ -6,12 +6,14 @@ use crate::store::{AnyStore, RedisStore, RedisStoreBuilder, Share};
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
 
-/// Every setting differs from its default, except those for TLS.
+/// Every setting differs from its default, except those for TLS and the password files.
 fn other() -> StoreConfig {
     let number = |number| NonZeroUsize::new(number).unwrap();
     StoreConfig {
         kind: StoreKind::Fallback,
         url: Some(URL.to_owned()),
+        password_file: None,
+        sentinel_password_file: None,
         root_certificates: None,
         client_certificate: None,
         client_key: None,

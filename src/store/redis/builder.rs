@@ -158,18 +158,19 @@ impl RedisStoreBuilder {
     }
 
     /// Sets a closure that returns the user and password of the servers, for credentials that change: tokens of a cloud
-    /// service (AWS IAM, Entra), or users of Vault. Defaults to those of the URL, which must have none if this is set.
+    /// service (AWS IAM, Entra), or users of Vault. Defaults to the user and password in the URL. If this is set, the URL must
+    /// have none.
     ///
     /// The store calls the closure before it connects, and again when a fifth of
     /// [`valid_for`](Credentials::valid_for) is left. Without `valid_for` it calls it for each new connection. It also calls it
-    /// after a server has rejected the credentials. Open connections send new credentials in front of their next batch, or
-    /// at once if they are idle.
+    /// after a server has rejected the credentials. Open connections send new credentials in front of their next batch;
+    /// idle ones send them immediately. See [the guide](crate::guide::servers#credentials-that-change).
     ///
-    /// One call runs at a time, for all connections and runtimes of the store, and calls begin at least a second apart. A
-    /// call that fails, panics, or takes longer than three quarters of the [`connect_timeout`](Self::connect_timeout) leaves the
-    /// open connections as they are, and new ones use the last credentials. It is reported to the [observer](Self::observer) or,
-    /// if there were no credentials yet, as the error of the checks, of
-    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
+    /// One call runs at a time, for all connections and runtimes of the store, and calls begin at least a second apart. If a
+    /// call fails, panics, or takes longer than three quarters of the [`connect_timeout`](Self::connect_timeout), open
+    /// connections are not affected, and new ones use the last credentials. The error is of
+    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication): the [observer](Self::observer) gets it or, before
+    /// the first success, the checks do.
     ///
     /// ```no_run
     /// use std::time::Duration;
@@ -199,8 +200,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Like [`credentials`](Self::credentials), for the sentinels. Each call is for a new connection to a sentinel: connections
-    /// that are open stay as they are. Defaults to the credentials in the sentinels' URLs.
+    /// Like [`credentials`](Self::credentials), for the sentinels. Only new connections to sentinels use new credentials.
+    /// Defaults to the credentials in the sentinels' URLs.
     pub fn sentinel_credentials<F, Fut>(mut self, credentials: F) -> Self
     where
         F: Fn() -> Fut + Send + Sync + 'static,
@@ -212,22 +213,22 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Sets the path of a file with the password of the servers, such as a mounted secret. Their user is that of the URL.
-    /// Defaults to the password of the URL, which must have none if this is set. A URL may name the file too, as in
+    /// Sets the path of a file with the password of the servers, such as a mounted secret. The URL has the user, and no
+    /// password. Defaults to the password in the URL. A URL may name the file too, as in
     /// `redis://limiter@10.0.0.1/?password_file=/run/secrets/redis`.
     ///
-    /// The file is read before the store connects, and every 5 seconds, so that a changed password is used as that of
-    /// [`credentials`](Self::credentials). One newline at its end is not a part of the password. A file that is missing, empty,
-    /// longer than 64 KiB or not UTF-8 is an error of [`connect`](Self::connect) or of the checks, of
-    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication), while no password is known.
+    /// The file is read for each new connection and every 5 seconds. A changed password is used like changed
+    /// [`credentials`](Self::credentials). One newline at its end is not a part of the password. If it is missing, empty,
+    /// longer than 64 KiB or not UTF-8, the last password is used; before the first success, [`connect`](Self::connect) and the
+    /// checks fail with [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
     pub fn password_file(mut self, path: impl Into<PathBuf>) -> Self {
         let source = CredentialSource::File(path.into());
         self.servers.set_credentials(|all| &mut all.servers, source);
         self
     }
 
-    /// Like [`password_file`](Self::password_file), for the sentinels: `sentinel_password_file` in a URL, beside
-    /// `sentinel_user`. It is read when the store connects to a sentinel.
+    /// Like [`password_file`](Self::password_file), for the sentinels: `?sentinel_user=asker&sentinel_password_file=PATH` in a
+    /// URL. It is read when the store connects to a sentinel.
     pub fn sentinel_password_file(mut self, path: impl Into<PathBuf>) -> Self {
         let source = CredentialSource::File(path.into());
         self.servers
@@ -449,6 +450,7 @@ impl RedisStoreBuilder {
         if let Some(prefix) = servers.take_prefix() {
             settings.prefix = prefix;
         }
+        // A brace would become the hash tag of all keys, and `*` a wildcard of a scan.
         if !is_name(&settings.prefix, b"-_./:") {
             let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
             return Err(ConfigError::invalid("key prefix", &settings.prefix, fix));

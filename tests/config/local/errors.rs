@@ -17,8 +17,8 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
     }
 }
 
-const FIELDS: &str = "`kind`, `url`, `root_certificates`, `client_certificate`, `client_key`, `server_name`, `address_map`, `prefix`, \
-                      `connections`, `timeout`, `connect_timeout`, `client_name`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
+const FIELDS: &str = "`kind`, `url`, `password_file`, `sentinel_password_file`, `root_certificates`, `client_certificate`, `client_key`, \
+                      `server_name`, `address_map`, `prefix`, `connections`, `timeout`, `connect_timeout`, `client_name`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
                       `local_keys`";
 
 #[test]

@@ -30,6 +30,7 @@ fn expected() -> Service {
     let mut store = StoreConfig::default();
     store.kind = StoreKind::Fallback;
     store.url = Some("redis://:hunter2@10.0.0.7/".to_owned());
+    store.password_file = Some("/run/secrets/redis".into());
     store.root_certificates = Some("/etc/shop/ca.pem".into());
     store.client_certificate = Some("/etc/shop/client.pem".into());
     store.client_key = Some("/etc/shop/client.key".into());
@@ -75,6 +76,7 @@ fn toml() {
         [store]
         kind = "fallback"
         url = "redis://:hunter2@10.0.0.7/"
+        password_file = "/run/secrets/redis"
         root_certificates = "/etc/shop/ca.pem"
         client_certificate = "/etc/shop/client.pem"
         client_key = "/etc/shop/client.key"
@@ -114,6 +116,7 @@ fn yaml() {
         store:
           kind: fallback
           url: redis://:hunter2@10.0.0.7/
+          password_file: /run/secrets/redis
           root_certificates: /etc/shop/ca.pem
           client_certificate: /etc/shop/client.pem
           client_key: /etc/shop/client.key
@@ -147,8 +150,8 @@ fn json() {
             "kind": "fallback", "url": "redis://:hunter2@10.0.0.7/", "prefix": "shop", "connections": 4, "timeout": "2s",
             "queue": 50000, "batch": 64, "partitions": 256, "denials": 0, "deadline": "50ms", "failures": 5, "share": 3,
             "local_keys": 1000000, "root_certificates": "/etc/shop/ca.pem", "client_certificate": "/etc/shop/client.pem",
-            "client_key": "/etc/shop/client.key", "server_name": "redis.internal", "client_name": "shop-api",
-            "address_map": { "10.0.0.8:6379": "10.0.0.7:7000" }
+            "client_key": "/etc/shop/client.key", "server_name": "redis.internal", "password_file": "/run/secrets/redis",
+            "client_name": "shop-api", "address_map": { "10.0.0.8:6379": "10.0.0.7:7000" }
         },
         "policies": [
             { "name": "burst", "strategy": "gcra", "quota": "100/s burst 200" },
@@ -188,6 +191,7 @@ fn environment_variables() {
         ("APP_ON_ERROR", "allow"),
         ("APP_STORE__KIND", "fallback"),
         ("APP_STORE__URL", "redis://:hunter2@10.0.0.7/"),
+        ("APP_STORE__PASSWORD_FILE", "/run/secrets/redis"),
         ("APP_STORE__ROOT_CERTIFICATES", "/etc/shop/ca.pem"),
         ("APP_STORE__CLIENT_CERTIFICATE", "/etc/shop/client.pem"),
         ("APP_STORE__CLIENT_KEY", "/etc/shop/client.key"),

@@ -139,7 +139,7 @@ impl Dialer {
         opened.map_err(|error| error.with_server(shown))
     }
 
-    /// Opens a connection with the newest credentials. If the server rejects them, tries once more with newer ones.
+    /// Opens a connection with the newest credentials. If the server rejects them, uses newer ones.
     async fn log_in(&self, login: &Arc<Login>, mut target: Target) -> Result<Driven, StoreError> {
         let mut issued = login.credentials().await?;
         loop {

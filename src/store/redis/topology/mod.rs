@@ -86,6 +86,7 @@ impl Topology {
         }
         tls.apply(servers.all())?;
         let time_to_connect = settings.time_to_connect();
+        // Two for sentinels and their master: each dialer learns whether its servers use TLS.
         let dialer = |login| {
             let client_name = settings.client_name.clone();
             Dialer::new(time_to_connect, tls.server_name(), client_name).with_login(login)
@@ -197,6 +198,7 @@ impl Topology {
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {
             None => format!("{prefix}:{name}"),
+            // With the tag whose slot `shared_node` finds.
             Some(_) => format!("{prefix}:{{{}}}:{name}", cluster::SHARED),
         }
     }
