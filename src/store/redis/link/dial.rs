@@ -39,19 +39,19 @@ pub(crate) struct Dialer {
     login: Option<Arc<Login>>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
-    /// The last answer to the question why a server does not accept the greeting.
-    asked: Mutex<Option<Asked>>,
+    /// The last search for the reason of a refusal.
+    last_reason: Mutex<Option<FoundReason>>,
 }
 
 #[derive(Debug)]
-struct Asked {
+struct FoundReason {
     server: ConnectionAddr,
     at: Instant,
     reason: Option<StoreError>,
 }
 
-/// Minimum interval between two questions to one server, which cost a connection each.
-const ASK_EVERY: Duration = Duration::from_secs(1);
+/// Minimum interval between two searches on one server, each of which opens a connection.
+const REASON_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Idle time after which the system sends a TCP keep-alive probe: before NATs and load balancers
 /// drop a connection.
@@ -99,7 +99,7 @@ impl Dialer {
             client_name,
             login: None,
             connected: AtomicBool::new(false),
-            asked: Mutex::default(),
+            last_reason: Mutex::default(),
         }
     }
 
@@ -213,7 +213,7 @@ impl Dialer {
         })
     }
 
-    /// Connects for the first time. If that takes long, asks at the same time why the server does not reply.
+    /// Connects for the first time. If that takes long, looks for the reason concurrently.
     async fn open_first(&self, target: &Target) -> Result<Driven, StoreError> {
         let opening = pin!(self.open(target));
         let opening = match select(opening, pin!(sleep(self.time / 4))).await {
@@ -227,16 +227,16 @@ impl Dialer {
         }
     }
 
-    /// Returns the reason that the server gives for its refusal, which is asked for once a second.
+    /// Returns the server's reason for its refusal. Opens at most one connection per second for that.
     async fn reason(&self, target: &Target) -> Option<StoreError> {
-        if let Some(asked) = &*lock(&self.asked)
-            && asked.server == *target.server.addr()
-            && asked.at.elapsed() < ASK_EVERY
+        if let Some(last) = &*lock(&self.last_reason)
+            && last.server == *target.server.addr()
+            && last.at.elapsed() < REASON_INTERVAL
         {
-            return asked.reason.clone();
+            return last.reason.clone();
         }
-        let reason = self.ask_for_reason(target).await;
-        *lock(&self.asked) = Some(Asked {
+        let reason = self.find_reason(target).await;
+        *lock(&self.last_reason) = Some(FoundReason {
             server: target.server.addr().clone(),
             at: instant(),
             reason: reason.clone(),
@@ -244,9 +244,9 @@ impl Dialer {
         reason
     }
 
-    /// Opens another connection, on which the server may say why it serves nobody. That connection sends no password, which
-    /// the server might repeat.
-    async fn ask_for_reason(&self, target: &Target) -> Option<StoreError> {
+    /// Opens another connection, and reads the server's reason there. That connection sends no password, which the server
+    /// might repeat.
+    async fn find_reason(&self, target: &Target) -> Option<StoreError> {
         match target.server.addr() {
             ConnectionAddr::Tcp(host, port) => {
                 let line = self.first_line(host, *port, TLS_GREETING).await?;
@@ -297,7 +297,7 @@ impl Dialer {
             let addresses = names::addresses(host, port).await.ok()?;
             let stream = TcpStream::connect(&*addresses).await.ok()?;
             stream.writable().await.ok()?;
-            // The server may have closed the connection already, and what it sent is still there.
+            // The server may have closed the connection already. Its reply can still be read.
             let _ = stream.try_write(bytes);
             read_line(&stream).await
         };
@@ -305,7 +305,7 @@ impl Dialer {
     }
 }
 
-/// Redis-rs has timeouts of its own. The callers of `dial` and of commands have theirs instead.
+/// Disables redis-rs's own timeouts: the callers of `dial` and of commands have theirs.
 fn without_timeouts() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(None)

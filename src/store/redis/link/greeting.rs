@@ -1,7 +1,7 @@
 //! The greeting of a new connection: its login, protocol, database and names, in one write.
 //!
-//! Redis-rs has a greeting of its own, which sets no name of the connection. So it is left out, and this one is sent as
-//! the connection's first commands.
+//! The greeting of redis-rs sets no name of the connection. So it is left out, and this one is sent as the connection's
+//! first commands.
 
 use redis::{Cmd, ProtocolVersion, RedisConnectionInfo, RedisError, Value, cmd};
 
@@ -11,7 +11,7 @@ use crate::error::{ConfigError, ErrorKind, StoreError};
 
 /// The name of this crate in `CLIENT LIST`, and its version.
 const LIBRARY: [&str; 2] = [env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION")];
-/// The default name of a connection. Redis 7.0 and earlier know no library.
+/// The default name of a connection. Redis 7.0 and earlier show no library.
 const DEFAULT_NAME: &str = concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION"));
 
 /// Returns the error of a connection name that Redis would reject.
@@ -163,7 +163,7 @@ fn login_error(error: &RedisError, settings: &RedisConnectionInfo) -> StoreError
 }
 
 /// Returns `true` if an error reply to a name concerns only this name: the command does not exist, or the user may not
-/// run it. Other errors are those of a server that serves nobody at present.
+/// run it. Other errors reject the whole connection.
 fn is_about_names(error: &RedisError) -> bool {
     matches!(error.code(), Some("ERR" | "NOPERM" | "NOAUTH"))
 }

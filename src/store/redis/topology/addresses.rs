@@ -75,10 +75,10 @@ impl AddressMap {
     }
 }
 
-/// The error of a map by which two servers would be one.
+/// The error of a map that leads from two announced addresses to one reachable address.
 pub(in crate::store) fn two_to_one(one: &str, other: &str, reachable: &str) -> ConfigError {
     ConfigError::new(format!(
-        "the address map leads from {one} and {other} to {reachable}: map each announced address to one of its own"
+        "the address map leads from {one} and {other} to {reachable}: map each announced address to a different one"
     ))
 }
 

@@ -60,7 +60,7 @@ impl<A: Clone + Eq + Hash> Known<A> {
 /// A node to query.
 struct Candidate {
     address: Address,
-    /// Whether a node has announced the address. Those that the application named are reachable.
+    /// Whether a node has announced the address. Addresses from the application are reachable.
     is_announced: bool,
 }
 
@@ -261,7 +261,7 @@ impl Nodes {
         }
     }
 
-    /// Returns the slot and the node to which the node `asked` redirects.
+    /// Returns the slot and the target of a redirect by the node `asked`.
     ///
     /// # Errors
     ///
