@@ -237,7 +237,7 @@ impl OpQueue {
         self.shared.lost.load(Ordering::Acquire)
     }
 
-    /// Returns the same queue with a [reference count of its own](OwnCount).
+    /// Returns the same queue with a separate [reference count](OwnCount).
     pub(crate) fn copy(&self) -> Self {
         Self {
             shared: self.shared.copy(),
