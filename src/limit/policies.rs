@@ -152,7 +152,7 @@ impl Policies {
     }
 
     /// Returns the number of policies: 1 to [`MAX`](Self::MAX).
-    #[expect(clippy::len_without_is_empty, reason = "a list is never empty")]
+    #[allow(clippy::len_without_is_empty, reason = "a list is never empty")]
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }

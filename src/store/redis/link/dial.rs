@@ -66,14 +66,14 @@ const TLS_ALERT: u8 = 0x15;
 const MAX_LINE: usize = 1024;
 
 /// A server to connect to.
-struct Target {
+struct DialTarget {
     /// At its reachable address.
     server: ConnectionInfo,
     /// The name in the server's certificate, if it differs from the host.
     name: Option<String>,
 }
 
-impl Target {
+impl DialTarget {
     /// Replaces the host with the name in the certificate, against which redis-rs verifies it. The resolver still uses
     /// the real one.
     fn named(&self) -> ConnectionInfo {
@@ -120,7 +120,7 @@ impl Dialer {
         announced: &ConnectionInfo,
         reached: Option<(String, u16)>,
     ) -> Result<Driven, StoreError> {
-        let mut target = Target {
+        let mut target = DialTarget {
             server: announced.clone(),
             name: self.server_name.clone(),
         };
@@ -140,7 +140,11 @@ impl Dialer {
     }
 
     /// Opens a connection with the newest credentials. If the server rejects them, uses newer ones.
-    async fn log_in(&self, login: &Arc<Login>, mut target: Target) -> Result<Driven, StoreError> {
+    async fn log_in(
+        &self,
+        login: &Arc<Login>,
+        mut target: DialTarget,
+    ) -> Result<Driven, StoreError> {
         let mut issued = login.credentials().await?;
         loop {
             target.server = issued.apply(&target.server);
@@ -161,7 +165,7 @@ impl Dialer {
     }
 
     /// Opens a connection with the credentials in these settings.
-    async fn dial_as(&self, target: &Target) -> Result<Driven, StoreError> {
+    async fn dial_as(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let opened = match self.connected.load(Relaxed) {
             true => self.open(target).await,
             false => self.open_first(target).await,
@@ -171,7 +175,7 @@ impl Dialer {
     }
 
     /// Opens a connection, and asks for the reason if the server does not accept its greeting.
-    async fn open(&self, target: &Target) -> Result<Driven, StoreError> {
+    async fn open(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let connected = self.connect(target).await;
         let mut opened = connected.map_err(|error| error_of(&error))?;
         let name = self.client_name.as_deref();
@@ -186,7 +190,7 @@ impl Dialer {
     }
 
     /// Connects without a greeting.
-    async fn connect(&self, target: &Target) -> Result<Driven, RedisError> {
+    async fn connect(&self, target: &DialTarget) -> Result<Driven, RedisError> {
         let mut config = without_timeouts();
         if let ConnectionAddr::Tcp(host, port) = target.server.addr() {
             let stream = connect(host, *port, target.server.tcp_settings(), self.time / 4).await?;
@@ -214,7 +218,7 @@ impl Dialer {
     }
 
     /// Connects for the first time. If that takes long, looks for the reason concurrently.
-    async fn open_first(&self, target: &Target) -> Result<Driven, StoreError> {
+    async fn open_first(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let opening = pin!(self.open(target));
         let opening = match select(opening, pin!(sleep(self.time / 4))).await {
             Either::Left((opened, _)) => return opened,
@@ -228,7 +232,7 @@ impl Dialer {
     }
 
     /// Returns the server's reason for its refusal. Opens at most one connection per second for that.
-    async fn reason(&self, target: &Target) -> Option<StoreError> {
+    async fn reason(&self, target: &DialTarget) -> Option<StoreError> {
         if let Some(last) = &*lock(&self.last_reason)
             && last.server == *target.server.addr()
             && last.at.elapsed() < REASON_INTERVAL
@@ -246,7 +250,7 @@ impl Dialer {
 
     /// Opens another connection, and reads the server's reason there. That connection sends no password, which the server
     /// might repeat.
-    async fn find_reason(&self, target: &Target) -> Option<StoreError> {
+    async fn find_reason(&self, target: &DialTarget) -> Option<StoreError> {
         match target.server.addr() {
             ConnectionAddr::Tcp(host, port) => {
                 let line = self.first_line(host, *port, TLS_GREETING).await?;
@@ -262,7 +266,7 @@ impl Dialer {
     }
 
     /// Over TLS, only redis-rs can read what the server says: as the reply to its own greeting.
-    async fn reason_over_tls(&self, target: &Target, host: &str) -> Option<StoreError> {
+    async fn reason_over_tls(&self, target: &DialTarget, host: &str) -> Option<StoreError> {
         let config = without_timeouts().set_dns_resolver(Host(host.to_owned()));
         let hello = without_greeting().set_protocol(ProtocolVersion::RESP3);
         let client = Client::open(target.named().set_redis_settings(hello)).ok()?;
@@ -279,7 +283,7 @@ impl Dialer {
 
     /// Returns the reason why a server does not reply. A Redis without TLS takes a TLS greeting for the start of a command,
     /// and waits for the rest.
-    async fn reason_of_silence(&self, target: &Target) -> Option<StoreError> {
+    async fn reason_of_silence(&self, target: &DialTarget) -> Option<StoreError> {
         let ConnectionAddr::TcpTls { host, port, .. } = target.server.addr() else {
             return self.reason(target).await;
         };

@@ -58,7 +58,7 @@ impl<A: Clone + Eq + Hash> Known<A> {
 }
 
 /// A node to query.
-struct Candidate {
+struct NodeToAsk {
     address: Address,
     /// Whether a node has announced the address. Addresses from the application are reachable.
     is_announced: bool,
@@ -240,7 +240,7 @@ impl Nodes {
         Ok((map, is_other))
     }
 
-    async fn query_within(&self, patience: Duration, candidate: Candidate) -> Queried {
+    async fn query_within(&self, patience: Duration, candidate: NodeToAsk) -> Queried {
         let slots = match self.reach(&candidate) {
             Ok(reached) => within(patience, self.query(&candidate.address, reached)).await,
             Err(error) => Err(error.into()),
@@ -252,7 +252,7 @@ impl Nodes {
     }
 
     /// Returns the reachable address of a node, if it differs.
-    fn reach(&self, candidate: &Candidate) -> Result<Option<(String, u16)>, ConfigError> {
+    fn reach(&self, candidate: &NodeToAsk) -> Result<Option<(String, u16)>, ConfigError> {
         let Address { host, port } = &candidate.address;
         if candidate.is_announced {
             self.addresses.reach(host, *port)
@@ -317,22 +317,22 @@ impl Nodes {
     }
 
     /// Returns some known nodes, in random order, followed by the nodes that the application named.
-    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Candidate> {
+    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<NodeToAsk> {
         // Otherwise a thousand instances would all query the same node after a failover.
         let random = RandomState::new();
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
         nodes.truncate(MAX_QUERIED);
-        let mut candidates: Vec<Candidate> = vec![];
+        let mut candidates: Vec<NodeToAsk> = vec![];
         for address in nodes.into_iter().filter_map(|node| self.address(node)) {
-            candidates.push(Candidate {
+            candidates.push(NodeToAsk {
                 address,
                 is_announced: true,
             });
         }
         for address in self.seeds.iter().filter_map(Address::of) {
             if !candidates.iter().any(|other| other.address == address) {
-                candidates.push(Candidate {
+                candidates.push(NodeToAsk {
                     address,
                     is_announced: false,
                 });
