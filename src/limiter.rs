@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::error::StoreError;
 use crate::gate::Notifier;
 use crate::held_slots::InFlightTracker;
+use crate::leases::without_block;
 use crate::limit::{Check, Decision, IsPolicies, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
@@ -192,7 +193,7 @@ impl<S: Store> Limiter<S> {
         // Restart the sender if its runtime has shut down: it will settle the reservation.
         self.in_flight.ops().wake();
         let since = instant();
-        let check = Check::take(key, &self.policies, cost).reserving(true);
+        let check = without_block(Check::take(key, &self.policies, cost));
         // Before the check is sent: if this future is dropped before the reply, the slot is released.
         let mut slot = self.in_flight.track(&check);
         let answer = self.send(check).await;

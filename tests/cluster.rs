@@ -43,6 +43,7 @@ mod settle {
 }
 mod topology {
     pub(crate) mod cluster {
+        mod addresses;
         mod busy;
         mod healthy;
         pub(crate) mod moves;

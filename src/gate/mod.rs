@@ -57,11 +57,12 @@ use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::held_slots::{InFlightTracker, Slot};
-use crate::limit::{Charge, Check, Decision, Key, KeyForms, Policies, RateLimited};
+use crate::leases::without_block;
+use crate::limit::{Charge, Check, Decision, Extra, Key, KeyForms, Mode, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
-use crate::settle::{RequestCost, Settled, Settlement};
+use crate::settle::{RequestCost, Settlement};
 use crate::store::{Answer, Store};
 use crate::util::{instant, own_list, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
@@ -234,7 +235,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
-        let extracted = extractor.extract(request);
+        let extracted = extractor.extract_for(request, &self.notifier);
         if self.settings.dry_run {
             return self.exempt(request, extracted, grant);
         }
@@ -260,7 +261,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             // Only the store knows whether the id repeats an earlier one.
             question.turn = Turn::OnlyIfRepeated;
-            check = check.peeking();
+            check = check.with_mode(Mode::Peek);
         }
         // Before the check is sent: a request that is dropped before the reply must release its slot.
         question.slot = self.hold(&check);
@@ -302,11 +303,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Some(cost_of) => cost_of(request, policies),
             None => 1,
         };
-        let mut check = Check::take(key, policies, cost).reserving(self.settles());
-        if let Some(id) = id {
-            check.identify(id);
+        let check = Check::take(key, policies, cost);
+        match id {
+            Some(id) => check.with_extra(Extra::Id(id)),
+            None if self.settles() => without_block(check),
+            None => check,
         }
-        check
     }
 
     /// Call it once for a request: a random id is another one each time.
@@ -358,7 +360,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && let Ok(decision) = &answer
             && question.must_queue(decision)
         {
-            let policies = decision.policies().whole();
+            let policies = decision.policies().whole().clone();
             // Drop the slot, since the queue takes another one. If a fallback has denied the check
             // after a lost reply, Redis may have granted the slot: dropping it releases it there.
             question.slot = None;
@@ -422,7 +424,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && policies.in_flight().is_none()
         {
             // The permit was charged without the id, since any waiter may get it.
-            let record = Check::record(question.key, policies, id, question.cost);
+            let record = Check::charge(question.key, policies, 0)
+                .with_extra(Extra::Recorded(id, question.cost));
             self.ops.put(PendingOp::of_check(record));
         }
         self.conclude(request, &mut question, Some(charge), Ok(decision), grant)
@@ -838,11 +841,11 @@ impl<D> Grant<D> {
         let Some(charge) = &self.charge else {
             return;
         };
-        if let Some(Settled { reserved, cost }) = charge.charges().settle(settlement)
-            && cost != reserved
+        if let Some(settled) = charge.charges().settle(settlement)
+            && settled.cost != settled.reserved
             && let Some(decision) = self.decision.take()
         {
-            self.decision = Some(decision.settled(reserved, cost));
+            self.decision = Some(settled.update(decision));
         }
     }
 

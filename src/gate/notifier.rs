@@ -1,5 +1,4 @@
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -8,7 +7,8 @@ use tokio::time::Instant;
 
 use super::MissingKey;
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies, Policy};
+use crate::leases::{has_lease, is_leasable};
+use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
     CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, NEVER_PASSES, NO_ROUTE,
@@ -16,7 +16,7 @@ use crate::observe::mistakes::{
 };
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
-use crate::util::{instant, lock};
+use crate::util::{OnceFlag, instant, lock};
 use crate::waiters::{ListedLayer, Waiters};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
@@ -32,19 +32,23 @@ pub struct Notifier {
 #[derive(Default)]
 struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
-    /// Whether a doubly counted request was reported. Reported once, since it may be intended.
-    reported_twice: AtomicBool,
-    /// Whether a check under a leased policy was sent. The first one shows whether blocks can decide
-    /// any. Reported once, since a deployment may start with a lease without effect.
-    sent_leased: AtomicBool,
-    /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
-    reported_cost: AtomicBool,
-    /// Whether the callers of the policies were compared with the extractor, at the first request.
-    compared_callers: AtomicBool,
-    /// Whether a status of success for a denial was reported. Reported once, since every denial gets it.
-    reported_success: AtomicBool,
-    /// Whether a call without a permit was reported. Reported once, since every call may lack it.
-    reported_unready: AtomicBool,
+    /// A doubly counted request: it may be intended.
+    counted_twice: OnceFlag,
+    /// A check under a leased policy. The first one shows whether blocks can decide any. A deployment may start with a lease
+    /// without effect.
+    sent_leased: OnceFlag,
+    /// A cost above the burst: clients may choose the cost.
+    never_passes: OnceFlag,
+    /// The first request, with which the callers of the policies are compared with the extractor.
+    compared_callers: OnceFlag,
+    /// A status of success for a denial: every denial gets it.
+    denied_with_success: OnceFlag,
+    /// A call without a permit: every call may lack it.
+    call_without_ready: OnceFlag,
+    /// A proxy that the extractor does not trust.
+    unknown_proxy: OnceFlag,
+    /// A request without an address that is counted as a peer on a unix socket.
+    no_address: OnceFlag,
     /// The requests without a route, if the extractor counts by routes.
     routes: Misses,
     /// The layer in the list of its store. Its clones add no other entries.
@@ -154,7 +158,7 @@ impl Notifier {
                 .any(|outer| outer.id() == inner.id())
         });
         if let Some(policy) = both
-            && !self.misconfiguration.reported_twice.swap(true, Relaxed)
+            && self.misconfiguration.counted_twice.claim()
         {
             let name = policy.name();
             self.report(&format!(
@@ -167,13 +171,10 @@ impl Notifier {
     /// Reports, once, a cost above the burst, for which no wait makes room.
     #[cold]
     fn never_passes(&self, cost: u32, decision: &Decision) {
-        let policy = decision
-            .policies()
-            .iter()
-            .map(Policy::whole)
-            .find(|policy| policy.quota().capacity() < cost);
+        let mut each = decision.policies().whole().iter();
+        let policy = each.find(|policy| policy.quota().capacity() < cost);
         if let Some(policy) = policy
-            && !self.misconfiguration.reported_cost.swap(true, Relaxed)
+            && self.misconfiguration.never_passes.claim()
         {
             let (name, burst) = (policy.name(), policy.quota().capacity());
             self.report(&format!(
@@ -186,7 +187,7 @@ impl Notifier {
     /// Reports, once, that a denial has a status of success.
     #[cold]
     pub(crate) fn denied_with_success(&self, status: StatusCode) {
-        if !self.misconfiguration.reported_success.swap(true, Relaxed) {
+        if self.misconfiguration.denied_with_success.claim() {
             self.report(&format!(
                 "a denial has the status {}, which tells the client that its request was served: give it \
                  `rejection.status()`, as in `(rejection.status(), Json(..)).into_response()`, or add \
@@ -199,7 +200,7 @@ impl Notifier {
     /// Reports, once, that a throttle was called without a permit.
     #[cold]
     pub(crate) fn call_without_ready(&self) {
-        if !self.misconfiguration.reported_unready.swap(true, Relaxed) {
+        if self.misconfiguration.call_without_ready.claim() {
             self.report(&format!(
                 "a throttle was called before it was ready, so the call did not wait for its turn: wait for `ready().await?` \
                  before each `call`, of the same clone, or use `oneshot`{CALL_WITHOUT_READY}"
@@ -207,9 +208,33 @@ impl Notifier {
         }
     }
 
+    /// Returns `true` until a proxy was reported that the extractor does not trust.
+    #[inline]
+    pub(crate) fn notices_proxies(&self) -> bool {
+        !self.misconfiguration.unknown_proxy.is_claimed()
+    }
+
+    /// Reports, once, a proxy that the extractor does not trust: all of its clients share one count.
+    #[cold]
+    pub(crate) fn unknown_proxy(&self, problem: impl FnOnce() -> String) {
+        if self.misconfiguration.unknown_proxy.claim() {
+            self.report(&problem());
+        }
+    }
+
+    /// Reports, once, a request without an address.
+    #[cold]
+    pub(crate) fn no_address(&self, problem: impl FnOnce() -> String) {
+        if !self.misconfiguration.no_address.is_claimed()
+            && self.misconfiguration.no_address.claim()
+        {
+            self.report(&problem());
+        }
+    }
+
     /// Returns `true` once, for the first request.
     pub(super) fn compares_callers(&self) -> bool {
-        !self.misconfiguration.compared_callers.swap(true, Relaxed)
+        self.misconfiguration.compared_callers.claim()
     }
 
     /// Reports callers whose key an extractor cannot make.
@@ -277,35 +302,28 @@ impl Notifier {
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        if check.policies().has_lease() && !self.misconfiguration.sent_leased.load(Relaxed) {
-            return self.send_leased(store, check);
+        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.is_claimed() {
+            self.examine_lease(store, &check);
         }
         store.check(check)
     }
 
+    /// Looks at the first check under a leased policy that costs something.
     #[cold]
-    fn send_leased<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+    fn examine_lease(&self, store: &impl Store, check: &Check) {
         if check.cost() == 0 {
-            return store.check(check);
+            return;
         }
-        let policies = check.policies().clone();
-        if !check.is_leasable() {
-            self.never_leased(&policies);
-            return store.check(check);
-        }
-        let (check, offered) = check.watched();
-        let answer = store.check(check);
-        if offered.load(Relaxed) {
-            self.misconfiguration.sent_leased.store(true, Relaxed);
+        if is_leasable(check) && store.backend().leases() {
+            self.misconfiguration.sent_leased.claim();
         } else {
-            self.never_leased(&policies);
+            self.never_leased(check.policies());
         }
-        answer
     }
 
     /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
     pub(crate) fn never_leased(&self, policies: &Policies) {
-        if policies.has_lease() && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
+        if has_lease(policies) && self.misconfiguration.sent_leased.claim() {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

@@ -25,7 +25,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
 use crate::error::StoreError;
-use crate::limit::{ChargedAt, Check, Decision, Key, Policies, SlotId};
+use crate::limit::{Check, Decision, Key, MadeBy, Policies, SlotId};
 use crate::observe::Observer;
 use crate::store::{Store, op_queue};
 use crate::util::{RandomState, instant, lock};
@@ -118,10 +118,10 @@ impl Slot {
         let shared = &self.tracker.0;
         match reply {
             Ok(decision) if decision.is_allowed() => {
-                shared.keep_renewed(self.id, !decision.is_unsure())
+                shared.keep_renewed(self.id, decision.made_by() != MadeBy::Unsure)
             }
             // The shared store may have granted the slot: keep it, so that `drop` releases it.
-            Ok(decision) if decision.is_unsure() => {}
+            Ok(decision) if decision.made_by() == MadeBy::Unsure => {}
             Ok(_) => drop(shared.remove(self.id)),
             Err(error) => {
                 if let Some(tracked) = lock(&shared.slots).by_id.get_mut(&self.id) {
@@ -296,8 +296,8 @@ impl SharedSlots {
 
     fn on_renewed(&self, id: SlotId, was_unanswered: bool, decision: &Decision) {
         // A fallback's renewal is no reply to earlier checks.
-        let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
-        let is_unanswered = decision.is_unsure() || is_local && was_unanswered;
+        let is_local = decision.made_by() != MadeBy::There;
+        let is_unanswered = decision.made_by() == MadeBy::Unsure || is_local && was_unanswered;
         self.keep_renewed(id, !is_unanswered);
     }
 }

@@ -55,8 +55,7 @@ struct SharedPolicy {
     is_pause: bool,
     /// The count's span, as it appears in keys.
     span: Box<str>,
-    /// Identifies the count within this process: a hash of the name, the kind's letter in keys, and
-    /// the span.
+    /// A hash of the name, the kind's letter in keys, and the span.
     id: u64,
 }
 
@@ -95,7 +94,7 @@ impl Policy {
         Self::of_kind(name, strategy.into(), quota)
     }
 
-    pub(crate) fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
+    pub(super) fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
         check_name(name)?;
         quota.check()?;
         if kind == PolicyKind::InFlight {
@@ -225,18 +224,13 @@ impl Policy {
         Ok(leased)
     }
 
-    /// Creates the policy of pauses of at most `max`. A debt in its quota denies requests until
-    /// the pause ends.
-    pub(crate) fn pause(name: &str, max: Duration) -> Result<Self, ConfigError> {
-        /// A pause is a debt of at most the burst, and may be charged before anything else. So the
-        /// burst is half of the maximum cost of a check. Calls do not use it up.
-        const BURST: u32 = 1 << 31;
-        let max = Duration::from_micros(max.as_micros() as u64);
-        let mut policy = Self::new(name, Strategy::Gcra, Quota::per(BURST, max))?;
-        if let Some(inner) = Arc::get_mut(&mut policy.0) {
+    /// Marks a new policy as that of a [`Pause`](crate::throttle::Pause): its quota is no limit of clients, and it is the same
+    /// for all instances.
+    pub(crate) fn of_pauses(mut self) -> Self {
+        if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.is_pause = true;
         }
-        Ok(policy)
+        self
     }
 
     /// Returns the quota before it was leased or divided, which people see.
@@ -251,13 +245,6 @@ impl Policy {
     /// Returns the [lease](Self::leased) time, if the policy is leased.
     pub(crate) fn lease(&self) -> Option<Duration> {
         Some(self.0.lease?.time)
-    }
-
-    /// Creates a policy of the crate's own, whose quota is certainly valid.
-    pub(crate) fn known(name: &str, kind: PolicyKind, quota: Quota) -> Self {
-        let params =
-            Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is valid"));
-        Self::with_params(name, kind, quota, params)
     }
 
     fn with_params(name: &str, kind: PolicyKind, quota: Quota, params: Params) -> Self {
@@ -315,47 +302,29 @@ impl Policy {
         self.0.quota
     }
 
-    /// Returns the share of one of `instances` instances. Together the shares grant no more than
-    /// this policy, unless the limit or burst is below the number of instances: both are rounded
-    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly. A
-    /// pause is the same for all instances.
-    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
-        if self.is_pause() {
-            return self.clone();
+    /// Creates the share of one of `instances` instances: a policy with this quota, and the count of this policy.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for an invalid quota.
+    pub(crate) fn share_of(
+        &self,
+        quota: Quota,
+        instances: NonZeroU32,
+    ) -> Result<Self, ConfigError> {
+        let mut share = self.with_quota(quota)?;
+        if let Some(inner) = Arc::get_mut(&mut share.0) {
+            inner.params = inner.params.share_of(self.params(), instances);
+            inner.span = self.0.span.clone();
+            inner.id = self.0.id;
+            inner.whole = Some(self.clone());
         }
-        let quota = self.quota();
-        let limit = (quota.limit() / instances).max(1);
-        let burst = (quota.capacity() / instances).max(1);
-        let by_limit = Quota::per(limit, quota.period()).burst(burst);
-        let part = if self.frees().is_gradual() {
-            // A longer period divides the rate exactly, unless it is too long for a quota.
-            let period = quota.period().saturating_mul(instances.get());
-            let by_period = Quota::per(quota.limit(), period).burst(burst);
-            self.with_quota(by_period)
-                .or_else(|_| self.with_quota(by_limit))
-        } else {
-            self.with_quota(by_limit)
-        };
-        match part {
-            Ok(part) => part.of(self.clone(), instances),
-            Err(_) => self.clone(),
-        }
+        Ok(share)
     }
 
     /// Creates a policy of this name and kind.
     fn with_quota(&self, quota: Quota) -> Result<Self, ConfigError> {
         Self::of_kind(self.name(), self.kind(), quota)
-    }
-
-    /// Turns the policy into a share of `whole`, with the count of `whole`.
-    fn of(mut self, whole: Self, instances: NonZeroU32) -> Self {
-        if let Some(inner) = Arc::get_mut(&mut self.0) {
-            inner.params = inner.params.share_of(whole.params(), instances);
-            inner.span = whole.0.span.clone();
-            inner.id = whole.0.id;
-            inner.whole = Some(whole);
-        }
-        self
     }
 
     /// Returns how long a charge counts at most, in microseconds: with a burst, the time in which a
@@ -380,7 +349,7 @@ impl Policy {
     }
 
     /// Returns the policy that this is a share of, or itself.
-    pub(crate) fn whole(&self) -> &Self {
+    pub(super) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)
     }
 
@@ -398,20 +367,14 @@ impl Policy {
         &self.0.span
     }
 
+    /// Identifies the count within this process. Policies with other limits may have it too.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// Parses the policy of a Redis key from its parts after the caller. The key does not contain a
-    /// window's limit, so that is 1.
-    pub(crate) fn of_key(name: &str, letter: &str, span: &str) -> Option<Self> {
-        let (kind, quota) = span::read(letter, span)?;
-        Self::of_kind(name, kind, quota).ok()
-    }
-
-    /// Returns the address of the policy in memory, which clones share.
-    pub(super) fn address(&self) -> usize {
-        Arc::as_ptr(&self.0) as usize
+    /// Hashes what a list is identified by.
+    pub(super) fn hash_into(&self, hasher: &mut impl Hasher) {
+        (self.id(), self.kind(), self.quota(), self.0.lease).hash(hasher);
     }
 }
 
@@ -748,12 +711,9 @@ mod tests {
     /// Requests wait differently under a pause.
     #[test]
     fn only_pauses_are_pauses() {
-        let pause = Policy::pause("p", Duration::from_secs(60)).unwrap();
-        let same = Policy::new("p", Strategy::Gcra, pause.quota()).unwrap();
+        let same = policy("p", Quota::per_minute(60)).unwrap();
+        let pause = policy("p", Quota::per_minute(60)).unwrap().of_pauses();
         assert!(pause.is_pause() && !same.is_pause() && same == pause);
-        let instances = NonZeroU32::new(4).unwrap();
-        assert_eq!(pause.share(instances).quota(), pause.quota());
-        assert_ne!(same.share(instances).quota(), same.quota());
     }
 
     #[test]
@@ -794,37 +754,5 @@ mod tests {
         );
         let none = Policy::in_flight("p", 0).unwrap_err().to_string();
         assert!(none.contains("its limit must be at least 1"), "{none}");
-    }
-
-    #[test]
-    fn instance_shares_never_exceed_the_whole() {
-        use crate::limit::Align;
-        let part = |strategy, quota, instances| {
-            Policy::new("p", strategy, quota)
-                .unwrap()
-                .share(NonZeroU32::new(instances).unwrap())
-                .quota()
-        };
-        let window = Strategy::FixedWindow(Align::FirstHit);
-        assert_eq!(
-            part(window, Quota::per_minute(10), 4),
-            Quota::per_minute(2).burst(2)
-        );
-        assert_eq!(
-            part(window, Quota::per_minute(3), 4),
-            Quota::per_minute(1).burst(1),
-            "at least 1"
-        );
-        let four_seconds = Quota::per(10, Duration::from_secs(4));
-        assert_eq!(
-            part(Strategy::Gcra, Quota::per_second(10).burst(20), 4),
-            four_seconds.burst(5),
-            "a rate is exact"
-        );
-        assert_eq!(
-            part(Strategy::Gcra, Quota::per_day(365), 1000).limit(),
-            1,
-            "periods are bounded"
-        );
     }
 }

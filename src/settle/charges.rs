@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
+use super::settled::Settled;
 use crate::background::{OpQueue, PendingOp};
 use crate::held_slots::Slot;
+use crate::leases::without_block;
 use crate::limit::{Charge, Check, Decision};
 use crate::util::{instant, lock};
 
@@ -45,13 +47,6 @@ struct Unsettled {
     extra: Vec<Charge>,
     /// The cost of the additions that can no longer be refunded.
     expired: u32,
-}
-
-/// The cost of a request, and the reserved cost that it replaces.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Settled {
-    pub(crate) reserved: u32,
-    pub(crate) cost: u32,
 }
 
 /// How a reservation is settled. A rule of
@@ -209,7 +204,7 @@ impl RequestCharges {
         let reserved = state.unsettled.reserved.first()?;
         let policies = reserved.decision().policies().whole();
         let check = Check::take(*reserved.key(), policies.without_in_flight()?, units);
-        Some(check.reserving(true))
+        Some(without_block(check))
     }
 
     /// Adds the grant of a check by [`check_extra`](Self::check_extra).
@@ -254,7 +249,11 @@ impl RequestCharges {
     pub(crate) fn update(&self, decision: Decision) -> Decision {
         match self.extra.load(Relaxed) {
             0 => decision,
-            extra => decision.settled(self.reserved().saturating_sub(extra), self.reserved()),
+            extra => {
+                let cost = self.reserved();
+                let reserved = cost.saturating_sub(extra);
+                Settled { reserved, cost }.update(decision)
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
-use super::config::set_tls;
+use super::config::{set_address_map, set_tls};
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, Fallback, FallbackFuture, Instances, LocalStore, RedisFuture, RedisStore,
@@ -153,7 +153,7 @@ pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder
     if let Some(path) = &config.sentinel_password_file {
         builder = builder.sentinel_password_file(path);
     }
-    set_tls(builder, config)
+    set_address_map(set_tls(builder, config)?, config)
 }
 
 pub(super) fn fallback(

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Pending;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 use std::num::NonZeroUsize;
 use std::slice;
@@ -109,6 +110,15 @@ fn hold_of(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
 /// Maximum time until a state of this policy is fresh again, even in full debt, in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
     2 * policy.counts_for().saturating_add(policy.params().period)
+}
+
+/// Identifies the counts of a list, in order.
+fn counts_of(policies: &Policies) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for policy in policies {
+        policy.id().hash(&mut hasher);
+    }
+    hasher.finish()
 }
 
 /// Returns `true` if a check has changed its states. Unchanged ones must not be stored again:
@@ -235,13 +245,12 @@ impl LocalStore {
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
         let now = now();
-        let check = &*check.arriving(now);
         let mut verdicts = match check.id() {
             None => shard.decide(check, caller, now),
             Some(id) => {
                 // As in Redis, each list of policies has its own answer per id.
                 let of_id = self.shared.shards.digester().pair(check.key(), id);
-                let answer = of_id.of_count(check.policies().id());
+                let answer = of_id.of_count(counts_of(check.policies()));
                 shard.decide_once(check, answer, caller, now)
             }
         };
@@ -374,7 +383,7 @@ impl CountShard {
     }
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
-        for (policy, verdict) in decision.verdicts() {
+        for (policy, verdict) in decision.policies().iter().zip(&decision.verdicts().each) {
             if policy.is_in_flight() {
                 // A fallback mirrors the slots of requests in flight individually.
                 continue;
@@ -415,7 +424,7 @@ impl CountShard {
         let verdicts = self.decide(check, caller, now);
         if Answered::is_kept(check, &verdicts) {
             let value = Answered::new(check, &verdicts);
-            let hold = Hold::new(0, now + check.policies().longest_period());
+            let hold = Hold::new(0, now + value.period());
             self.answers.put(answer, value, hold, now);
         }
         verdicts

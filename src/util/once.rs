@@ -20,3 +20,16 @@ impl OnceFlag {
         !self.0.swap(true, Relaxed)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_first_call_claims() {
+        let flag = OnceFlag::new();
+        assert!(!flag.is_claimed());
+        assert_eq!([flag.claim(), flag.claim()], [true, false]);
+        assert!(flag.is_claimed());
+    }
+}

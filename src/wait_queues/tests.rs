@@ -20,12 +20,22 @@ use super::{Acquire, Bounds, BoxedReply, NoPermit, Permit, QueueId, QueueRef, Wa
 use crate::error::{ErrorKind, StoreError};
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::limit::{
-    Charge, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
+    Charge, ChargedAt, Check, Decision, Extra, Key, MadeBy, Mode, Policies, Policy, PolicyCharge,
+    Strategy,
 };
+use crate::simulation::in_redis;
 use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
 use crate::{CallLimitLayer, Limiter, ThrottleLayer};
+
+/// Makes a take ahead a take, as a fallback does.
+fn as_take(check: Check) -> Check {
+    match check.mode() {
+        Mode::TakeAhead => check.with_mode(Mode::Take),
+        _ => check,
+    }
+}
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -40,11 +50,14 @@ impl Store for Places {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         if check.mode() == Mode::Refund {
-            lock(&self.refunds).push(check.charged_under(0));
+            lock(&self.refunds).push(match check.extra() {
+                Some(Extra::Charged(each)) => each[0],
+                _ => PolicyCharge::just_now(check.cost().into()),
+            });
         }
         let decision = self.local.check(check).now_or_never().unwrap().unwrap();
         let decision = if self.in_redis.load(SeqCst) {
-            decision.in_redis()
+            in_redis(decision)
         } else {
             decision
         };
@@ -99,7 +112,7 @@ impl Store for Away {
         };
         let decision = self.local.check(check).now_or_never().unwrap().unwrap();
         let decision = if is_away {
-            decision.charged_locally(1, false)
+            decision.with_maker(MadeBy::Locally)
         } else {
             decision
         };
@@ -219,7 +232,7 @@ async fn a_store_without_debts_gets_two_calls_per_grant() {
         counted.fetch_add(1, SeqCst);
         let take = Check::take(*check.key(), check.policies(), check.cost());
         let answer = local(&store, take);
-        Box::pin(ready(answer.map(Decision::in_redis)))
+        Box::pin(ready(answer.map(in_redis)))
     });
     let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 1"));
     let waits = join_all((0..20).map(|_| limiter.wait(ANN, 1, MINUTE)));
@@ -391,7 +404,7 @@ async fn a_check_does_not_overtake_a_delayed_turn() {
                 _ => 0,
             };
             let check = match number {
-                2.. => check.without_turn(),
+                2.. => as_take(check),
                 _ => check,
             };
             let answer = local(&store, check);
@@ -738,8 +751,8 @@ async fn a_store_without_debts_gets_few_takes_after_a_reset() {
     let (counted, inner) = (Arc::clone(&calls), store.clone());
     let scripted = Scripted::new(move |check| {
         counted.fetch_add(1, SeqCst);
-        let answer = local(&inner, check.without_turn());
-        Box::pin(ready(answer.map(Decision::in_redis)))
+        let answer = local(&inner, as_take(check));
+        Box::pin(ready(answer.map(in_redis)))
     });
     let policies = policies(Strategy::Gcra, "1/s burst 5");
     let limiter = Limiter::new(scripted, policies.clone());
@@ -1048,7 +1061,7 @@ async fn requests_of_cost_zero_share_checks() {
     let counted = Arc::clone(&calls);
     let store = delayed(Duration::from_millis(1), move |check| {
         counted.fetch_add(1, SeqCst);
-        local(&store, check.without_turn())
+        local(&store, as_take(check))
     });
     let limiter = Limiter::new(store, policies);
     let waits = tokio::spawn(timeout(20 * MINUTE, async move {

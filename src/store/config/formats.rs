@@ -1,5 +1,6 @@
 //! Feature `serde`: the settings of a store.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -87,5 +88,29 @@ impl Setting for ShareConfig {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         text.parse()
+    }
+}
+
+/// Pairs of addresses.
+impl Setting for BTreeMap<String, String> {
+    const EXPECTED: &'static str = "a table such as `{ \"10.0.0.1:6379\" = \"127.0.0.1:7000\" }`";
+    const ANY: bool = true;
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        let mut map = Self::new();
+        for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
+            let fix = "use the form `10.0.0.1:6379=127.0.0.1:7000`, and each address once";
+            let wrong = || ConfigError::invalid("pair of addresses", pair, fix);
+            let (from, to) = pair.split_once('=').ok_or_else(wrong)?;
+            let former = map.insert(from.trim().to_owned(), to.trim().to_owned());
+            if former.is_some() {
+                return Err(wrong());
+            }
+        }
+        Ok(map)
+    }
+
+    fn read_table<'de, D: Deserializer<'de>>(table: D, _: Field<Self>) -> Result<Self, D::Error> {
+        Self::deserialize(table)
     }
 }

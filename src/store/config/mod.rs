@@ -3,6 +3,7 @@
 //! Each setting is declared once, in the list below. `any.rs` creates the stores; those in Redis
 //! keep a copy of the settings that concern them, [`RedisSettings`].
 
+mod addresses;
 mod certificates;
 #[cfg(feature = "serde")]
 mod formats;
@@ -10,12 +11,14 @@ mod kind;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::env::{self, VarError};
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(super) use addresses::set_address_map;
 pub(super) use certificates::set_tls;
 pub use kind::{ShareConfig, StoreKind};
 
@@ -218,6 +221,12 @@ settings! {
         /// each server's host.
         #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
         server_name: Option<String> = None;
+        /// Where the nodes of a cluster, and the master that sentinels report, are reached, by the addresses that they
+        /// announce: see [`RedisStoreBuilder::address_map`](super::RedisStoreBuilder::address_map). In a file, a table such as
+        /// `{ "172.18.0.2:6379" = "127.0.0.1:7000" }`; as text, pairs such as `172.18.0.2:6379=127.0.0.1:7000`, with commas.
+        /// Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "BTreeMap::is_empty"))]
+        address_map: BTreeMap<String, String> = BTreeMap::new();
     }
     redis {
         /// See [`RedisStoreBuilder::prefix`](super::RedisStoreBuilder::prefix); a prefix in the URL
@@ -235,6 +244,10 @@ settings! {
             serde(skip_serializing_if = "Option::is_none", serialize_with = "formats::write_some_duration")
         )]
         connect_timeout: Option<Duration> = None;
+        /// See [`RedisStoreBuilder::client_name`](super::RedisStoreBuilder::client_name). Defaults to none: the name and
+        /// version of this crate.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        client_name: Option<String> = None;
         /// See [`RedisStoreBuilder::queue`](super::RedisStoreBuilder::queue). Defaults to 10,000.
         queue: NonZeroUsize = number(10_000);
         /// See [`RedisStoreBuilder::batch`](super::RedisStoreBuilder::batch). Defaults to 128.

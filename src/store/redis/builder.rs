@@ -11,10 +11,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::credentials::{CredentialSource, Credentials};
-use super::link::Tls;
+use super::link::{Tls, check_client_name};
 use super::servers::{Server, Servers};
 use super::topology::cluster::Cluster;
-use super::topology::{Logins, Topology};
+use super::topology::{AddressMap, Logins, Topology};
 use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
@@ -133,6 +133,7 @@ impl RedisStore {
 pub struct RedisStoreBuilder {
     servers: Servers,
     tls: Tls,
+    addresses: AddressMap,
     settings: RedisSettings,
     observer: OnceLock<Arc<dyn Observer>>,
     /// The time used by tests, in microseconds since the Unix epoch; 0 for Redis's own.
@@ -144,6 +145,7 @@ impl RedisStoreBuilder {
         Self {
             servers,
             tls: Tls::default(),
+            addresses: AddressMap::default(),
             settings: RedisSettings::default(),
             observer: OnceLock::new(),
             now: Arc::default(),
@@ -316,6 +318,48 @@ impl RedisStoreBuilder {
         self
     }
 
+    /// Sets where the nodes of a cluster, and the master that sentinels report, are reached, if not at the addresses that
+    /// they announce: behind a NAT, in Docker, or by forwarded ports. The closure takes an announced host and port; `None`
+    /// keeps them. It must not lead from two addresses to one. Addresses in the URL are not mapped.
+    ///
+    /// With TLS, a server's certificate must still have the announced name, or the `server_name`.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis+cluster://127.0.0.1:7000")
+    ///     .address_map(|host, port| match host {
+    ///         "172.18.0.2" => Some(("127.0.0.1".to_owned(), port + 621)),
+    ///         _ => None,
+    ///     })
+    ///     .connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn address_map(
+        mut self,
+        reachable: impl Fn(&str, u16) -> Option<(String, u16)> + Send + Sync + 'static,
+    ) -> Self {
+        self.addresses = AddressMap::new(reachable);
+        self
+    }
+
+    /// Sets the name of the store's connections in `CLIENT LIST`: ASCII letters, digits and punctuation, without blanks.
+    /// Defaults to the name and version of this crate, which Redis 7.2 and later also show as `lib-name` and `lib-ver`.
+    ///
+    /// It is sent with the login, and costs no round trip. A user who lacks the right to it (`+client|setname`) has
+    /// connections without a name.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis://127.0.0.1/").client_name("shop-api").connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn client_name(mut self, name: impl Into<String>) -> Self {
+        self.settings.client_name = Some(name.into());
+        self
+    }
+
     /// Sets how many checks of a runtime may wait to be sent; one more fails immediately. Defaults
     /// to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
@@ -391,13 +435,14 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions, a
+    /// For an invalid URL, prefix, client name, certificate or server name; for more than 1,024 partitions, a
     /// timeout of zero or above the time to connect; for `rediss://` without the feature `tls`; and for TLS settings without
     /// `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         let Self {
             mut servers,
             tls,
+            addresses,
             mut settings,
             observer,
             now,
@@ -429,19 +474,14 @@ impl RedisStoreBuilder {
                 settings.partitions
             )));
         }
-        let time_to_connect = settings.time_to_connect();
+        if let Some(name) = &settings.client_name {
+            check_client_name(name)?;
+        }
         let credentials = servers.credentials.clone();
         let servers = servers.into_kind()?;
-        let logins = Logins::new(credentials, &servers, time_to_connect);
+        let logins = Logins::new(credentials, &servers, settings.time_to_connect());
         let login = logins.servers.clone();
-        let topology = Topology::new(
-            servers,
-            &settings.prefix,
-            settings.partitions.get(),
-            time_to_connect,
-            &tls,
-            logins,
-        )?;
+        let topology = Topology::new(servers, &settings, &tls, logins, addresses)?;
         Ok(RedisStore {
             inner: Arc::new(SharedStore::new(topology, login, settings, observer, now)),
         })

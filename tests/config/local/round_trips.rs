@@ -152,6 +152,10 @@ fn stores() -> impl Generate<Value = StoreConfig> {
                 client_key,
                 server_name,
             ] = tls;
+            store.client_name.clone_from(&server_name);
+            for address in [&root_certificates, &server_name].into_iter().flatten() {
+                store.address_map.insert(address.clone(), "b:1".to_owned());
+            }
             store.root_certificates = root_certificates.map(Into::into);
             store.client_certificate = client_certificate.map(Into::into);
             store.client_key = client_key.map(Into::into);

@@ -54,38 +54,55 @@ async fn a_rotation_under_load_is_not_noticed() {
     rotation.is_not_noticed(&[&server], builder).await;
 }
 
-/// Over TLS or a Unix socket, a task of redis-rs drives the connection.
 #[tokio::test]
 async fn idle_connections_get_new_credentials() {
     let server = server_with("hunter2-0").await;
+    idle_connection_gets_new_credentials(&server, server.url()).await;
+}
+
+#[tokio::test]
+async fn idle_connections_get_new_credentials_by_resp3() {
+    let server = server_with("hunter2-0").await;
+    let url = format!("{}?protocol=resp3", server.url());
+    idle_connection_gets_new_credentials(&server, url).await;
+}
+
+/// Over a Unix socket, as with TLS, a task of redis-rs drives the connection.
+#[cfg(unix)]
+#[tokio::test]
+async fn idle_connections_get_new_credentials_by_a_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("redis").display().to_string();
+    let server = RedisServer::start_with(&["--unixsocket", &path]);
+    let user = "ACL SETUSER limiter on >hunter2-0 ~* +@all";
+    let _: String = server.command(user).await;
+    idle_connection_gets_new_credentials(&server, format!("redis+unix://{path}")).await;
+}
+
+async fn idle_connection_gets_new_credentials(server: &RedisServer, url: String) {
     let calls = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&calls);
-    let store =
-        patient(&server)
-            .credentials(move || {
-                let number = count.fetch_add(1, SeqCst).min(1);
-                let user = ["limiter", "other"][number];
-                let validity = Duration::from_secs(1);
-                async move {
-                    Ok(Credentials::new(user, format!("hunter2-{number}")).valid_for(validity))
-                }
-            })
-            .connect()
-            .await
-            .unwrap();
-    let made = server.info("stats", "total_connections_received").await;
     let _: String = server
         .command("ACL SETUSER other on >hunter2-1 ~* +@all")
         .await;
+    let issue = move || {
+        let number = count.fetch_add(1, SeqCst).min(1);
+        let user = ["limiter", "other"][number];
+        let validity = Duration::from_secs(1);
+        async move { Ok(Credentials::new(user, format!("hunter2-{number}")).valid_for(validity)) }
+    };
+    let builder = RedisStore::builder(url).timeout(PATIENT);
+    let store = builder.credentials(issue).connect().await.unwrap();
     until("the connection has the other user", async || {
-        users(&server).await.iter().all(|user| user == "other")
+        let users = users(server).await;
+        !users.is_empty() && users.iter().all(|user| user == "other")
     })
     .await;
     let _: u32 = server.command("ACL DELUSER limiter").await;
     let here = server.info("stats", "total_connections_received").await;
     assert!(decides(&store).await);
     let after = server.info("stats", "total_connections_received").await;
-    assert_eq!(after, here + 1, "only this test connects, {made} before");
+    assert_eq!(after, here + 1, "only this test connects");
 }
 
 /// Without an overlap, the instance decides until the closure returns the new password.

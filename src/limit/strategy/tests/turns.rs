@@ -34,12 +34,11 @@ impl Turns {
     }
 
     fn decide(&mut self, check: &Check) -> Decision {
-        let check = check.arriving(self.now).into_owned();
         let verdicts = Verdicts {
             at: self.now,
             ..check.decide(&mut self.states, self.now)
         };
-        check.answer(verdicts, Source::Redis)
+        check.clone().answer(verdicts, Source::Redis)
     }
 
     /// A request that waits for at most `within` microseconds.

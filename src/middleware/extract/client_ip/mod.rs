@@ -6,7 +6,6 @@ mod node;
 mod trust;
 
 use std::net::IpAddr;
-use std::sync::Arc;
 
 use http::request::Parts;
 use http::{HeaderName, HeaderValue};
@@ -15,11 +14,10 @@ pub use builder::ClientIpBuilder;
 use forwarded::elements;
 use trust::{Trust, covers};
 
-use super::peer::{Peer, UNKNOWN_PROXIES};
+use super::peer::{Peer, notice_no_address, notice_proxy};
 use crate::error::ConfigError;
-use crate::gate::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
-use crate::observe::Observer;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
@@ -224,30 +222,33 @@ impl ClientIp {
     /// The client's address, for your own use. `None` for a process on a unix socket, or if the server recorded no
     /// address.
     pub fn address(&self, request: &Parts) -> Option<IpAddr> {
-        match self.client(request) {
+        match self.client(request, None) {
             Peer::Address(address) => Some(address.to_canonical()),
             Peer::Unix | Peer::Unknown => None,
         }
     }
 
-    fn client(&self, request: &Parts) -> Peer {
-        Peer::of(request, |peer| match &self.forwarding {
-            Some(forwarding) => forwarding.client(request, peer),
-            None => {
-                UNKNOWN_PROXIES.notice(peer, request, None);
-                peer
+    /// `layer` is notified of mistakes.
+    fn client(&self, request: &Parts, layer: Option<&Notifier>) -> Peer {
+        Peer::of(request, |peer| {
+            if let Some(forwarding) = &self.forwarding {
+                return forwarding.client(request, peer, layer);
             }
+            if let Some(layer) = layer {
+                notice_proxy(layer, peer, request, None);
+            }
+            peer
         })
     }
 }
 
 impl KeyExtractor for ClientIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        self.client(request).key(self.ipv6_prefix)
+        self.client(request, None).key(self.ipv6_prefix)
     }
 
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        UNKNOWN_PROXIES.observe(observer);
+    fn extract_for(&self, request: &Parts, layer: &Notifier) -> Result<Key, MissingKey> {
+        self.client(request, Some(layer)).key(self.ipv6_prefix)
     }
 
     fn forms(&self) -> KeyForms {
@@ -256,12 +257,14 @@ impl KeyExtractor for ClientIp {
 }
 
 impl Forwarding {
-    fn client(&self, request: &Parts, peer: Peer) -> Peer {
+    fn client(&self, request: &Parts, peer: Peer, layer: Option<&Notifier>) -> Peer {
         // axum records no address of a peer on a unix socket.
         let is_unknown = peer == Peer::Unknown && self.trust.takes_unknown_for_unix();
         let peer = if is_unknown { Peer::Unix } else { peer };
         if !self.trust.covers_peer(peer) {
-            UNKNOWN_PROXIES.notice(peer, request, Some(&self.header));
+            if let Some(layer) = layer {
+                notice_proxy(layer, peer, request, Some(&self.header));
+            }
             return peer;
         }
         let values = request.headers.get_all(&self.header).iter();
@@ -276,8 +279,12 @@ impl Forwarding {
             HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
         };
         // A trusted `unix` is the application's word for this. A number of hops is not: it may listen on TCP.
-        if is_unknown && client == Peer::Unix && matches!(self.trust, Trust::Hops(_)) {
-            UNKNOWN_PROXIES.notice_no_address();
+        if let Some(layer) = layer
+            && is_unknown
+            && client == Peer::Unix
+            && matches!(self.trust, Trust::Hops(_))
+        {
+            notice_no_address(layer);
         }
         client
     }

@@ -11,6 +11,7 @@ use std::task::{Context, Wake as TaskWake, Waker};
 use super::far::{Far, cut, recovery, take};
 use super::*;
 use crate::limit::Mode;
+use crate::simulation::in_redis;
 use crate::store::{Backend, Hooks, Instances, Waiters};
 use crate::util::instant;
 use crate::waiters::Wake;
@@ -364,7 +365,7 @@ impl Store for Split {
             return Answer::pending(Box::pin(std::future::ready(Err(moving))));
         }
         let answer = self.0.check(check);
-        Answer::pending(Box::pin(async { answer.await.map(Decision::in_redis) }))
+        Answer::pending(Box::pin(async { answer.await.map(in_redis) }))
     }
 }
 

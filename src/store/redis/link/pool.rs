@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use bb8_redis::bb8;
 use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, Either, Fuse, FusedFuture, select};
+use futures_util::future::{BoxFuture, Either, Fuse, FusedFuture, join_all, select};
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
@@ -223,12 +223,15 @@ impl<C: Connect> Pool<C> {
         };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
+            // `find_working` examines each connection, also the spare one, and pings only those that were idle.
             .test_on_check_out(false)
+            // bb8 would keep the reason from the checkouts that wait, and ignore the pauses of `Backoff`.
             .retry_connection(false)
             // A checkout limits its time itself, and so does a connection.
             .connection_timeout(times.connect.saturating_mul(100))
-            // Disables bb8's background task.
+            // A check would have to wait until a closed connection is replaced.
             .idle_timeout(None)
+            // Newer credentials go over the open connection, so none is closed for its age.
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
@@ -726,6 +729,17 @@ impl Driven {
         drive(&mut self.driver, request).await
     }
 
+    /// Sends these commands together; returns the reply or the error of each. Other than with a pipeline, no error is lost
+    /// if the connection ends before all replies have arrived.
+    pub(super) async fn send_each(&mut self, commands: &[Cmd]) -> Vec<Result<Value, RedisError>> {
+        let mut requests = vec![];
+        for command in commands {
+            let mut connection = self.connection.clone();
+            requests.push(async move { connection.send_packed_command(command).await });
+        }
+        drive(&mut self.driver, pin!(unconstrained(join_all(requests)))).await
+    }
+
     /// Sends a pipeline; returns the replies to all its commands.
     pub(crate) async fn send_packed_commands(
         &mut self,
@@ -794,7 +808,7 @@ mod tests {
 
     impl Connect for InEpoch {
         async fn connect(&self) -> Result<Link, StoreError> {
-            let dialer = Dialer::new(PATIENCE, None);
+            let dialer = Dialer::new(PATIENCE, None, None);
             Ok(Link {
                 inner: dialer.dial(&self.server).await?,
                 epoch: Some(Epoch {
@@ -875,7 +889,7 @@ mod tests {
             async move { Ok(Credentials::new(user, "hunter2").valid_for(PATIENCE)) }
         });
         let login = Login::new(source, "", PATIENCE);
-        let dialer = Dialer::new(PATIENCE, None).with_login(Some(Arc::clone(&login)));
+        let dialer = Dialer::new(PATIENCE, None, None).with_login(Some(Arc::clone(&login)));
         let to = WithLogin {
             server: server.url().into_connection_info().unwrap(),
             dialer,

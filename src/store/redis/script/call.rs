@@ -6,10 +6,12 @@ use std::slice;
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
+use super::count;
 use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
-    Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
+    Check, EachCharge, Extra, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict,
+    Verdicts,
 };
 use crate::store::probe;
 
@@ -49,11 +51,11 @@ pub(super) struct Plan {
     charged: EachCharge,
 }
 
-/// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
+/// The parameters of a plan that are cheap to compare. Two lists of policies may share an id by chance, so
 /// [`Plan::matches`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct PlanKey {
-    identity: u64,
+    list: u64,
     mode: Mode,
     cost: u32,
     with_id: bool,
@@ -71,16 +73,27 @@ pub(super) struct Entry {
     times: i64,
 }
 
+/// Returns the charge that a refund returns, under each policy; empty for a charge made just before.
+fn charged(check: &Check) -> &[PolicyCharge] {
+    match check.extra() {
+        Some(Extra::Charged(charged)) => charged,
+        _ => &[],
+    }
+}
+
 impl PlanKey {
     pub(super) fn of(check: &Check) -> Self {
         Self {
-            identity: check.policies().identity(),
+            list: check.policies().id(),
             mode: check.mode(),
             cost: check.cost(),
             with_id: check.id().is_some(),
             within: check.within(),
-            age: check.charged_under(0).age,
-            recorded: check.recorded(),
+            age: charged(check).first().map_or(0, |charge| charge.age),
+            recorded: match check.extra() {
+                Some(Extra::Recorded(_, granted)) => Some(*granted),
+                _ => None,
+            },
         }
     }
 }
@@ -90,14 +103,12 @@ impl Plan {
         Self {
             key,
             policies: check.policies().clone(),
-            charged: EachCharge::from_slice(check.charged()),
+            charged: EachCharge::from_slice(charged(check)),
         }
     }
 
     fn matches(&self, key: PlanKey, check: &Check) -> bool {
-        self.key == key
-            && self.policies.is(check.policies())
-            && self.charged[..] == *check.charged()
+        self.key == key && self.policies == *check.policies() && self.charged[..] == *charged(check)
     }
 
     /// The policy, if the check is a take without an id under one meter that drains every microsecond.
@@ -157,7 +168,8 @@ impl Plan {
     /// The number after the cost. `lua/call.lua` describes it.
     fn number(&self) -> i64 {
         if self.key.with_id {
-            return self.policies.longest_period();
+            let periods = self.policies.iter().map(|policy| policy.params().period);
+            return periods.max().unwrap_or(0);
         }
         match self.key.mode {
             Mode::Refund if self.charged_under(0).is_turn => -1,
@@ -262,6 +274,7 @@ impl Plan {
             return Err(failure(problem));
         }
         let most = self.max_granted();
+        let is_of_slots = self.policies.without_in_flight().is_none();
         let mut granted = 0;
         let mut each = SmallVec::new();
         for (numbers, policy) in of_policies.iter().zip(&self.policies) {
@@ -271,7 +284,8 @@ impl Plan {
             if grants > most || !is_exact {
                 return Err(protocol());
             }
-            if self.policies.tells_granted(policy) {
+            // Beside other policies, one of requests in flight grants one request, not a cost.
+            if is_of_slots || !policy.is_in_flight() {
                 granted = granted.max(grants);
             }
             each.push(Verdict {
@@ -466,19 +480,10 @@ impl ScriptCall {
         }
     }
 
-    /// Appends the part of a key after the caller: `:name:strategy:span`, without a span for requests in flight.
+    /// Appends the part of a key after the caller.
     fn push_count(&mut self, policy: &Policy) {
-        let between = if policy.span().is_empty() { "" } else { ":" };
-        for part in [
-            ":",
-            policy.name(),
-            ":",
-            policy.kind().letter(),
-            between,
-            policy.span(),
-        ] {
-            self.keys.extend_from_slice(part.as_bytes());
-        }
+        self.keys.push(b':');
+        count::write(policy, &mut self.keys);
     }
 
     /// Adds the arguments of `lua/takes.lua`.
@@ -704,7 +709,7 @@ pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
     // The key of a remembered answer ends with an id, which no span contains.
     let (name, kind) = count.split_once(':')?;
     let (letter, span) = kind.split_once(':').unwrap_or((kind, ""));
-    Some((Key::of_redis(caller)?, Policy::of_key(name, letter, span)?))
+    Some((Key::of_redis(caller)?, count::read(name, letter, span)?))
 }
 
 /// An argument of packed numbers, least significant byte first.
@@ -806,7 +811,7 @@ fn failure(problem: i64) -> StoreError {
     }
 }
 
-/// Returns the right that a problem is about, of those that count down from `first`.
+/// Returns the n-th right of a problem numbered `first` - n.
 fn right_of(problem: i64, first: i64) -> Option<&'static str> {
     let place = usize::try_from(first - problem - 1).ok()?;
     Some(*wire::RIGHTS.get(place)?)

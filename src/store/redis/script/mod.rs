@@ -3,6 +3,7 @@
 //! `lua/call.lua`, `lua/takes.lua` and `lua/take.lua` define the contracts.
 
 mod call;
+mod count;
 #[cfg(test)]
 mod tests;
 mod wire;

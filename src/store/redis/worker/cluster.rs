@@ -17,7 +17,9 @@ use super::store::{SharedStore, runtime};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{STEPS, error_of, not_run};
 use crate::store::redis::script::{KeyCall, MARKER};
-use crate::store::redis::topology::cluster::{Cluster, NodeError, Planned, SlotMap, Why};
+use crate::store::redis::topology::cluster::{
+    Cluster, NodeError, Planned, SlotMap, Why, no_address,
+};
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::{instant, patient};
 
@@ -218,7 +220,7 @@ impl SharedStore {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            NodeError::NotReady => self.refresh(Why::Lost(from)),
+            NodeError::NotReady | NodeError::NoAddress => self.refresh(Why::Lost(from)),
             NodeError::Ask(_) | NodeError::TryAgain | NodeError::Other => {}
         }
         node_error
@@ -231,6 +233,7 @@ impl SharedStore {
         };
         match self.node_error(cluster, error, from) {
             NodeError::Other => error_of(error),
+            NodeError::NoAddress => no_address().not_sent(),
             NodeError::Moved { .. }
             | NodeError::Ask(_)
             | NodeError::TryAgain
@@ -262,9 +265,11 @@ impl SharedStore {
             }
         }
         let mut not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
-        // Only checks with several keys fail while a slot migrates, so that is no outage.
-        if node_error == NodeError::TryAgain {
-            not_ready = not_ready.check_only();
+        match node_error {
+            // Only checks with several keys fail while a slot migrates, so that is no outage.
+            NodeError::TryAgain => not_ready = not_ready.check_only(),
+            NodeError::NoAddress => not_ready = no_address().not_sent().with_server(&address),
+            _ => {}
         }
         let is_of_one_caller = jobs.len() == 1 || jobs.iter().all(|job| job.call_per_caller);
         let mut again = vec![];
@@ -317,7 +322,7 @@ fn after_node_error(
     redirect.importing_node = None;
     redirect.hops += 1;
     match node_error {
-        NodeError::NotReady | NodeError::Other => NextTry::Fail,
+        NodeError::NotReady | NodeError::NoAddress | NodeError::Other => NextTry::Fail,
         NodeError::Moved { .. } | NodeError::Ask(_) if redirect.hops > MAX_HOPS => NextTry::Fail,
         NodeError::Moved { node, .. } => NextTry::Node(node),
         // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis 6.2 also

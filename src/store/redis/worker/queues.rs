@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Frees, Key, Mode};
+use crate::limit::{Check, Decision, Frees, Key, Mode, SentBy};
 use crate::store::redis::topology::{Node, NodePool};
 use crate::util::{RandomState, instant, polled_after_completion};
 
@@ -37,12 +37,12 @@ pub(super) struct NodeQueue {
     pub(super) runtime: Id,
     pub(super) target: Option<NodeTarget>,
     pub(super) jobs: JobQueue<Job>,
-    /// The callers with a [give-back](Check::holds_back_later) in the batch of a worker. Their other checks wait for its
+    /// The callers with a [give-back](holds_back_later) in the batch of a worker. Their other checks wait for its
     /// reply, since another connection might overtake it.
     giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
-    /// Time at which a worker has last taken [patient](Check::is_patient) checks.
+    /// Time at which a worker has last taken [patient](is_patient) checks.
     sent_at: Option<Instant>,
     /// Whether a timer will start a worker for such checks.
     has_timer: bool,
@@ -80,7 +80,7 @@ impl NodeQueue {
     }
 
     /// Moves checks to the batch of a worker, like [`JobQueue::take`]. Also returns `None` if only
-    /// [patient](Check::is_patient) checks are queued, soon after the last ones were sent. `callers` has the
+    /// [patient](is_patient) checks are queued, soon after the last ones were sent. `callers` has the
     /// callers that the worker's last batch has held back, and afterwards the callers of this batch.
     pub(super) fn take(
         &mut self,
@@ -104,10 +104,10 @@ impl NodeQueue {
             to,
         )?;
         for Job { check, .. } in &*to {
-            if check.is_patient() {
+            if is_patient(check) {
                 self.sent_at = Some(now);
             }
-            if check.holds_back_later() && self.giving_back.insert(*check.key()) {
+            if holds_back_later(check) && self.giving_back.insert(*check.key()) {
                 callers.push(*check.key());
             }
         }
@@ -119,7 +119,7 @@ impl NodeQueue {
         if self.jobs.waiting() >= max || self.waits_until(now).is_none() {
             return false;
         }
-        self.jobs.iter().all(|job| job.check.is_patient())
+        self.jobs.iter().all(|job| is_patient(&job.check))
     }
 
     /// Returns the time at which patient checks are sent, if that is later.
@@ -169,7 +169,7 @@ impl NodeQueue {
             number: self.jobs.next_number(),
         };
         job.id = Some(id);
-        if !job.check.is_patient() {
+        if !is_patient(&job.check) {
             let starts = self.jobs.push(job)?;
             return Ok((id, self.sending(starts)));
         }
@@ -236,7 +236,7 @@ pub(super) enum Sending {
     },
 }
 
-/// Time for which [patient](Check::is_patient) checks wait for others after the last ones were sent.
+/// Time for which [patient](is_patient) checks wait for others after the last ones were sent.
 const PATIENCE: Duration = Duration::from_millis(2);
 
 /// A worker to start. The queue has counted it.
@@ -600,9 +600,9 @@ impl Job {
     /// Whether it must not be sent: the caller has dropped the future, or the timeout has passed.
     pub(super) fn is_late(&self, now: Instant, timeout: Duration) -> bool {
         // A fallback withdraws its checks itself: it knows whether the runtime was late.
-        let is_timed = !self.check.is_in_fallback();
+        let has_timeout = !self.check.sending().is_timed;
         let age = now.saturating_duration_since(self.since);
-        self.is_abandoned() || is_timed && age > timeout
+        self.is_abandoned() || has_timeout && age > timeout
     }
 
     pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, StoreError>) {
@@ -644,6 +644,16 @@ impl Future for RedisFuture {
             Err(_) => Poll::Ready(Err(no_runtime())),
         }
     }
+}
+
+/// Returns `true` if a check may be sent a little later, together with others: no request awaits it.
+fn is_patient(check: &Check) -> bool {
+    check.sending().by != SentBy::Request
+}
+
+/// Returns `true` if later checks of the caller must not overtake a check: it gives something back for the first time.
+fn holds_back_later(check: &Check) -> bool {
+    check.gives_room() && check.sending().by != SentBy::Retry
 }
 
 /// The error of a check outside of a runtime, or on a runtime that has shut down: no evidence about Redis.
