@@ -101,13 +101,29 @@ impl Greeting {
             return Err(login_error(error, settings));
         }
         if self.database == Some(place) {
-            return Err(error_of(error));
+            return Err(database_error(error, settings.db()));
         }
         if is_about_names(error) {
             return Ok(());
         }
         Err(error_of_greeting(error, settings))
     }
+}
+
+/// Returns the error of a database that the server does not select.
+fn database_error(error: &RedisError, database: i64) -> StoreError {
+    let detail = error.detail().unwrap_or_default();
+    if detail.contains("out of range") {
+        let reason = format!(
+            "it has no database {database}: use one below its `databases`, which are 0 to 15 by default, or a `prefix` in \
+             database 0"
+        );
+        return StoreError::explained(ErrorKind::Refused, reason);
+    }
+    if detail.contains("cluster mode") {
+        return StoreError::new(ErrorKind::ClusterNode);
+    }
+    error_of(error)
 }
 
 fn login(settings: &RedisConnectionInfo) -> Option<Cmd> {
