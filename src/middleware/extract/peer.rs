@@ -10,7 +10,7 @@ use http::request::Parts;
 
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::{Key, KeyForms};
-use crate::observe::mistakes::{NO_PEER_ADDRESS, UNKNOWN_PROXY};
+use crate::observe::mistakes::{NO_PEER_ADDRESS, PROXY_HEADER, UNKNOWN_PROXY};
 use crate::observe::{Observer, event, or_log};
 use crate::util::{OnceFlag, lock};
 
@@ -87,6 +87,18 @@ pub(super) fn is_shared(address: IpAddr) -> bool {
     matches!(v4.octets(), [100, second, ..] if second & 0xc0 == 64)
 }
 
+/// Returns the argument of `trust` for a proxy. The proxies of a platform have many addresses of a network that is not
+/// routed.
+pub(super) fn trusting(proxy: IpAddr) -> String {
+    if is_link_local(proxy) {
+        return "link-local".to_owned();
+    }
+    if is_shared(proxy) {
+        return "shared".to_owned();
+    }
+    proxy.to_string()
+}
+
 /// Returns `true` for an address of this machine or of a private network.
 pub(super) fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
@@ -121,6 +133,17 @@ impl Peer {
             return Self::Unix;
         }
         Self::Unknown
+    }
+
+    /// Returns `true` for a peer that is probably in the service's own network.
+    pub(super) fn is_near(self) -> bool {
+        match self {
+            Self::Address(address) => {
+                is_private(address) || is_link_local(address) || is_shared(address)
+            }
+            Self::Unix => true,
+            Self::Unknown => false,
+        }
     }
 
     /// Returns the key, with an IPv6 prefix of this many bits.
@@ -226,6 +249,7 @@ pub(super) struct UnknownProxy {
     observer: Mutex<Option<Weak<dyn Observer>>>,
     reported: OnceFlag,
     no_address_reported: OnceFlag,
+    header_reported: OnceFlag,
 }
 
 /// One for the process: [`PeerIp`] has no state, and the same proxies are in front of all layers.
@@ -240,6 +264,7 @@ impl UnknownProxy {
             observer: Mutex::new(None),
             reported: OnceFlag::new(),
             no_address_reported: OnceFlag::new(),
+            header_reported: OnceFlag::new(),
         }
     }
 
@@ -260,14 +285,7 @@ impl UnknownProxy {
     /// peer with a public address may be a client that forges the header, so it is not reported.
     #[inline(always)]
     pub(super) fn notice(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
-        let is_near = match peer {
-            Peer::Address(address) => {
-                is_private(address) || is_link_local(address) || is_shared(address)
-            }
-            Peer::Unix => true,
-            Peer::Unknown => false,
-        };
-        if is_near && !self.reported.is_claimed() {
+        if peer.is_near() && !self.reported.is_claimed() {
             let headers = match header {
                 Some(header) => slice::from_ref(header),
                 None => &HEADERS,
@@ -287,14 +305,7 @@ impl UnknownProxy {
             return;
         }
         let (peer, trusted) = match peer {
-            // The proxies of a platform have many of these addresses.
-            Peer::Address(address) if is_link_local(address) => {
-                (format!("the peer {address}"), "link-local".to_owned())
-            }
-            Peer::Address(address) if is_shared(address) => {
-                (format!("the peer {address}"), "shared".to_owned())
-            }
-            Peer::Address(address) => (format!("the peer {address}"), address.to_string()),
+            Peer::Address(address) => (format!("the peer {address}"), trusting(address)),
             Peer::Unix | Peer::Unknown => {
                 ("the peer on a unix socket".to_owned(), "unix".to_owned())
             }
@@ -330,13 +341,43 @@ impl UnknownProxy {
         }
     }
 
+    /// Checks a request of a trusted proxy that lacks the header that the extractor reads.
+    #[cold]
+    pub(super) fn notice_other_header(&self, request: &Parts, header: &HeaderName) {
+        let other = HEADERS
+            .iter()
+            .find(|other| *other != header && request.headers.contains_key(*other));
+        if let Some(other) = other {
+            self.suspect(|| {
+                format!(
+                    "a trusted proxy sends `{other}` instead of `{header}`, so it is counted itself, with all of its clients: read \
+                     `{other}`, or let the proxy send `{header}`"
+                )
+            });
+        }
+    }
+
+    /// Returns `true` until a header was reported that does not fit the trusted proxies.
+    pub(super) fn examines_header(&self) -> bool {
+        !self.header_reported.is_claimed()
+    }
+
+    /// Reports, once, a header that does not fit the trusted proxies. A client may cause it, so it is only suspected.
+    #[cold]
+    pub(super) fn suspect(&self, problem: impl FnOnce() -> String) {
+        if self.header_reported.claim() {
+            let problem = format!("{}{PROXY_HEADER}", problem());
+            or_log(self.first_observer().as_ref()).suspected(&event::Suspected::new(&problem));
+        }
+    }
+
     fn misconfigured(&self, problem: &str) {
-        // Without the lock, since the observer is the user's code.
-        let observer = match &*lock(&self.observer) {
-            Some(observer) => observer.upgrade(),
-            None => None,
-        };
-        or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
+        or_log(self.first_observer().as_ref()).misconfigured(&event::Misconfigured::new(problem));
+    }
+
+    /// Without the lock, since the observer is the user's code.
+    fn first_observer(&self) -> Option<Arc<dyn Observer>> {
+        lock(&self.observer).as_ref()?.upgrade()
     }
 }
 
