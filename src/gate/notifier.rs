@@ -11,8 +11,8 @@ use crate::leases::{has_lease, is_leasable};
 use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
-    CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, NEVER_PASSES, NO_ROUTE,
-    NOT_LEASED, ONE_NAME_TWO_QUOTAS,
+    CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, GRPC_OVER_HTTP,
+    NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
@@ -49,8 +49,14 @@ struct Misconfiguration {
     unknown_proxy: OnceFlag,
     /// A request without an address that is counted as a peer on a unix socket.
     no_address: OnceFlag,
+    /// A denial of a gRPC call over HTTP: every denial is one.
+    grpc_over_http: OnceFlag,
+    /// A header that does not fit the trusted proxies.
+    proxy_header: OnceFlag,
     /// The requests without a route, if the extractor counts by routes.
     routes: Misses,
+    /// The requests that cost nothing, if nothing charges them later.
+    costs: Misses,
     /// The layer in the list of its store. Its clones add no other entries.
     layer: OnceLock<ListedLayer>,
 }
@@ -62,6 +68,7 @@ impl Notifier {
     pub(crate) fn new(observer: Arc<dyn Observer>) -> Self {
         let misconfiguration = Arc::<Misconfiguration>::default();
         misconfiguration.routes.observe(&observer);
+        misconfiguration.costs.observe(&observer);
         Self {
             observer: Some(observer),
             misconfiguration,
@@ -197,6 +204,35 @@ impl Notifier {
         }
     }
 
+    /// Reports, once, that a gRPC call was denied over HTTP. Any client can send a gRPC request, so this is only suspected.
+    #[cold]
+    pub(crate) fn grpc_over_http(&self) {
+        if self.misconfiguration.grpc_over_http.claim() {
+            let problem = format!(
+                "a gRPC call was denied over HTTP, which clients take for an unavailable server: enable the feature `tonic` and add \
+                 `.reject(GrpcReject::new().or(HttpReject::new()))` to the layer, or ignore this if the service has no \
+                 gRPC{GRPC_OVER_HTTP}"
+            );
+            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem));
+        }
+    }
+
+    /// Reports, once, if none of the first requests costs anything. Call it if nothing charges a request later.
+    #[inline]
+    pub(super) fn costs(&self, cost: u32) {
+        let costs = &self.misconfiguration.costs;
+        if cost > 0 {
+            return costs.found();
+        }
+        costs.missed(|| {
+            format!(
+                "none of the first {} requests cost anything, so the layer limits nothing: return at least 1 from `.cost(..)`, or, if \
+                 they are charged later, add `.until_body_end()` or `.settle(..)`{NO_COST}",
+                Misses::REPORT_AT
+            )
+        });
+    }
+
     /// Reports, once, that a throttle was called without a permit.
     #[cold]
     pub(crate) fn call_without_ready(&self) {
@@ -219,6 +255,19 @@ impl Notifier {
     pub(crate) fn unknown_proxy(&self, problem: impl FnOnce() -> String) {
         if self.misconfiguration.unknown_proxy.claim() {
             self.report(&problem());
+        }
+    }
+
+    /// Returns `true` until a header was reported that does not fit the trusted proxies.
+    pub(crate) fn examines_proxy_header(&self) -> bool {
+        !self.misconfiguration.proxy_header.is_claimed()
+    }
+
+    /// Reports, once, a header that does not fit the trusted proxies. A client may cause it, so it is only suspected.
+    #[cold]
+    pub(crate) fn proxy_header(&self, problem: impl FnOnce() -> String) {
+        if self.misconfiguration.proxy_header.claim() {
+            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem()));
         }
     }
 

@@ -23,9 +23,9 @@ struct DefaultObserver;
 /// Returns one log for the whole process, so that a problem that several layers or stores report at
 /// the same time is logged once.
 fn shared_log() -> Option<&'static dyn Observer> {
-    // Without a subscriber, the events would be lost.
+    // Without a subscriber, or behind a filter, the events would be lost.
     #[cfg(feature = "tracing")]
-    if tracing::dispatcher::has_been_set() {
+    if tracing::enabled!(tracing::Level::ERROR) {
         use std::sync::LazyLock;
 
         static LOG: LazyLock<super::TracingObserver> = LazyLock::new(super::TracingObserver::new);
@@ -42,7 +42,7 @@ pub(crate) fn log_unset(variable: &str) {
          is intended, or use `require_env` instead of `from_env` to fail"
     );
     #[cfg(feature = "tracing")]
-    if tracing::dispatcher::has_been_set() {
+    if tracing::enabled!(tracing::Level::WARN) {
         return tracing::warn!("{problem}");
     }
     print_once(&PRINTED, format_args!("{problem}"));
@@ -134,7 +134,7 @@ fn print_once(printed: &OnceFlag, problem: fmt::Arguments<'_>) {
             std::io::stderr(),
             "tower-redis-ratelimit: {problem}\n\
              Printed once, in debug builds only. To get all reports, set an observer, or enable the feature `tracing` \
-             and install a subscriber."
+             and install a subscriber that does not filter the target `tower_redis_ratelimit`."
         );
     }
 }

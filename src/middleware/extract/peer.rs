@@ -9,7 +9,7 @@ use http::request::Parts;
 
 use crate::gate::{KeyExtractor, MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
-use crate::observe::mistakes::{NO_PEER_ADDRESS, UNKNOWN_PROXY};
+use crate::observe::mistakes::{NO_PEER_ADDRESS, PROXY_HEADER, UNKNOWN_PROXY};
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
 ///
@@ -84,6 +84,18 @@ pub(super) fn is_shared(address: IpAddr) -> bool {
     matches!(v4.octets(), [100, second, ..] if second & 0xc0 == 64)
 }
 
+/// Returns the argument of `trust` for a proxy. The proxies of a platform have many addresses of a network that is not
+/// routed.
+pub(super) fn trusting(proxy: IpAddr) -> String {
+    if is_link_local(proxy) {
+        return "link-local".to_owned();
+    }
+    if is_shared(proxy) {
+        return "shared".to_owned();
+    }
+    proxy.to_string()
+}
+
 /// Returns `true` for an address of this machine or of a private network.
 pub(super) fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
@@ -118,6 +130,17 @@ impl Peer {
             return Self::Unix;
         }
         Self::Unknown
+    }
+
+    /// Returns `true` for a peer that is probably in the service's own network.
+    pub(super) fn is_near(self) -> bool {
+        match self {
+            Self::Address(address) => {
+                is_private(address) || is_link_local(address) || is_shared(address)
+            }
+            Self::Unix => true,
+            Self::Unknown => false,
+        }
     }
 
     /// Returns the key, with an IPv6 prefix of this many bits.
@@ -230,14 +253,7 @@ pub(super) fn notice_proxy(
     request: &Parts,
     header: Option<&HeaderName>,
 ) {
-    let is_near = match peer {
-        Peer::Address(address) => {
-            is_private(address) || is_link_local(address) || is_shared(address)
-        }
-        Peer::Unix => true,
-        Peer::Unknown => false,
-    };
-    if is_near && layer.notices_proxies() {
+    if peer.is_near() && layer.notices_proxies() {
         let headers = match header {
             Some(header) => slice::from_ref(header),
             None => &HEADERS,
@@ -253,14 +269,7 @@ pub(super) fn notice_proxy(
 
 fn unknown_proxy(peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) -> String {
     let (peer, trusted) = match peer {
-        // The proxies of a platform have many of these addresses.
-        Peer::Address(address) if is_link_local(address) => {
-            (format!("the peer {address}"), "link-local".to_owned())
-        }
-        Peer::Address(address) if is_shared(address) => {
-            (format!("the peer {address}"), "shared".to_owned())
-        }
-        Peer::Address(address) => (format!("the peer {address}"), address.to_string()),
+        Peer::Address(address) => (format!("the peer {address}"), trusting(address)),
         Peer::Unix | Peer::Unknown => ("the peer on a unix socket".to_owned(), "unix".to_owned()),
     };
     let fix = match header {
@@ -277,6 +286,22 @@ fn unknown_proxy(peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) -> 
         "{peer} sends `{sent}`, so it is probably a proxy, and all of its clients share one count: {fix}, or ignore this if the \
          peer is to be counted{UNKNOWN_PROXY}"
     )
+}
+
+/// Checks a request of a trusted proxy that lacks the header that the extractor reads.
+#[cold]
+pub(super) fn notice_other_header(layer: &Notifier, request: &Parts, header: &HeaderName) {
+    let other = HEADERS
+        .iter()
+        .find(|other| *other != header && request.headers.contains_key(*other));
+    if let Some(other) = other {
+        layer.proxy_header(|| {
+            format!(
+                "a trusted proxy sends `{other}` instead of `{header}`, so it is counted itself, with all of its clients: read \
+                 `{other}`, or let the proxy send `{header}`{PROXY_HEADER}"
+            )
+        });
+    }
 }
 
 /// Reports the first request without an address that is counted as a peer on a unix socket, since a number of hops is

@@ -3,7 +3,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use http::request::Parts;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use tower_service::Service;
 
 use super::Ending;
@@ -12,7 +12,7 @@ use crate::gate::{Grant, Notifier, Refusal};
 use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
 use crate::middleware::machine::{AsIs, Protocol, Serve, sealed};
-use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge};
+use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge, is_grpc};
 
 /// HTTP requests, whose refusals are responses.
 pub struct Http<R = HttpReject, E = AsIs> {
@@ -120,10 +120,8 @@ where
         Ok(match refusal {
             Refusal::Denied(decision) => {
                 let mut response = self.respond(Reason::Denied(&decision), head);
-                let is_success = response.status().is_success();
-                // Clients and caches would take the denial for the answer to the request.
-                if is_success && !self.answer.denies_with_success && !is_of_grpc(&response) {
-                    notifier.denied_with_success(response.status());
+                if !is_of_grpc(&response) {
+                    self.check_denial(notifier, head, response.status());
                 }
                 self.answer.headers.annotate(decision, &mut response, true);
                 response
@@ -179,6 +177,17 @@ where
 }
 
 impl<R, E> Http<R, E> {
+    /// Reports a denial that its client does not recognize.
+    fn check_denial(&self, notifier: &Notifier, head: &Parts, status: StatusCode) {
+        // Clients and caches would take the denial for the answer to the request.
+        if status.is_success() && !self.answer.denies_with_success {
+            notifier.denied_with_success(status);
+        }
+        if is_grpc(head) {
+            notifier.grpc_over_http();
+        }
+    }
+
     fn respond<B>(&self, reason: Reason<'_>, head: &Parts) -> Response<B>
     where
         R: Reject<B>,
