@@ -75,6 +75,25 @@ fn unfinished_requests_end() {
 }
 
 #[test]
+fn long_heads_are_refused() {
+    let servers = [
+        gateway(),
+        Example::start("llm_gateway", &[]),
+        Example::start("login", &[]),
+        Example::start("axum", &[]),
+        Example::start("dashboard", &[("PATH", "")]),
+    ];
+    for server in &servers {
+        let status = |length| {
+            let field = format!("x-long: {}", "x".repeat(length));
+            Answer::read(server.get_with("/nothing", &[&field])).status
+        };
+        assert_ne!(status(15_000), 431);
+        assert_eq!(status(17_000), 431);
+    }
+}
+
+#[test]
 fn unread_responses_end_a_connection() {
     let server = Example::start("login", &[]);
     let mut stream = connect(server.port).unwrap();
