@@ -21,7 +21,7 @@ use tower::util::MapRequestLayer;
 use super::listen::{Connection, Listen};
 
 /// Maximum number of concurrent streams of a connection. A client such as Envoy opens another connection for more.
-const STREAMS: u32 = 50;
+const STREAMS: u32 = 40;
 /// Maximum length in bytes of a header list, with 32 for each field. In memory, a list of many fields takes three times as much.
 const HEADER_LIST: u32 = 4 * 1024;
 /// Maximum length in bytes of all messages that are incomplete, over all connections, without the start of each.
