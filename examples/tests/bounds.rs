@@ -545,11 +545,11 @@ async fn an_old_connection_ends_after_its_requests() {
 async fn ten_thousand_concurrent_calls_are_answered() {
     let example = Example::spawn(envoy());
     let endpoint = Endpoint::new(format!("http://127.0.0.1:{}", example.port)).unwrap();
-    // The streams of 200 connections are 10,000.
-    let channels = (0..200).map(|_| endpoint.connect());
+    // The streams of 250 connections are 10,000.
+    let channels = (0..250).map(|_| endpoint.connect());
     let calls = join_all(channels).await.into_iter().flat_map(|channel| {
         let client = RateLimitServiceClient::new(channel.unwrap());
-        (0..50).map(move |_| {
+        (0..40).map(move |_| {
             let mut client = client.clone();
             let request = RateLimitRequest {
                 domain: "unknown".to_owned(),
