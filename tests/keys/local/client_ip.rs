@@ -2,7 +2,6 @@
 //! including forged ones.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 
 use http::request::Parts;
 use http::{HeaderValue, Request};
@@ -11,7 +10,6 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::{ConfigError, Key, LocalStore, RateLimitLayer};
 
 use crate::mocks::*;
