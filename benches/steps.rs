@@ -17,25 +17,6 @@ mod error;
 #[path = "../src/limit/mod.rs"]
 mod limit;
 
-#[cfg(test)]
-#[path = "../src/store/fallback/share.rs"]
-mod share;
-
-/// The part of the stores that the tests of `limit` use.
-#[cfg(test)]
-mod store {
-    pub(crate) use crate::share::part_of;
-}
-
-#[cfg(test)]
-mod util {
-    use std::sync::{Mutex, MutexGuard, PoisonError};
-
-    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-        mutex.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 use std::hint::black_box;
 use std::time::Duration;
 

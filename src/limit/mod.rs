@@ -44,5 +44,5 @@ pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{PolicyKind, is_name};
 pub(crate) use strategy::{Frees, Snapshot, State, strategies};
 #[cfg(test)]
-pub(crate) use strategy::{Model, most_spent};
+pub(crate) use strategy::{Model, any_quota, most_spent, room, vary};
 pub(crate) use words::words;

@@ -25,7 +25,7 @@ mod text;
 mod token_bucket;
 
 #[cfg(test)]
-pub(crate) use tests::{Model, most_spent};
+pub(crate) use tests::{Model, most_spent, quota as any_quota, room, vary};
 
 pub use ask::Mode;
 pub use fixed_window::Align;

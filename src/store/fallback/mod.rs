@@ -43,7 +43,7 @@ mod check;
 mod model;
 mod outage;
 mod recovery;
-pub(super) mod share;
+mod share;
 #[cfg(test)]
 mod tests;
 

@@ -27,7 +27,7 @@ pub(super) fn share_of(policies: &Policies, instances: NonZeroU32) -> Policies {
 /// Returns the share of one of `instances` instances. Together the shares grant no more than the policy, unless the limit or
 /// burst is below the number of instances: both are rounded down, but to at least 1. If the strategy refills gradually, the
 /// rate is divided exactly. A pause is the same for all instances.
-pub(crate) fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
+fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
     if policy.is_pause() {
         return policy.clone();
     }
@@ -51,8 +51,12 @@ pub(crate) fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
 mod tests {
     use std::time::Duration;
 
+    use fastrand::Rng;
+
     use super::*;
-    use crate::limit::{Check, Key, Source, Strategy, Verdict};
+    use crate::limit::{
+        Check, Key, Snapshot, Source, State, Strategy, Verdict, any_quota, room, vary,
+    };
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
@@ -121,5 +125,83 @@ mod tests {
             1,
             "periods are bounded"
         );
+    }
+
+    /// A state that continues another store's count grants at most as much as that store would, now or
+    /// later, and is fresh at the same time. With shares, all instances together do not exceed that
+    /// either.
+    #[test]
+    fn a_warmed_state_grants_no_more() {
+        let mut rng = Rng::with_seed(0);
+        for &strategy in Strategy::ALL {
+            for _ in 0..300 {
+                let quota = any_quota(&mut rng, strategy);
+                let strategy = vary(&mut rng, strategy, quota.period());
+                let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
+                let params = policies[0].params();
+                let mut state = [State::fresh(strategy)];
+                let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
+                for _ in 0..20 {
+                    let cost = rng.u32(1..=quota.capacity());
+                    let verdict = *Check::up_to(Key::GLOBAL, &policies, cost)
+                        .decide(&mut state, now)
+                        .first();
+                    let followed = Snapshot {
+                        used: params.capacity - verdict.remaining,
+                        until: now + verdict.reset,
+                    };
+                    let resumed = State::resume(strategy.into(), params, now, followed);
+                    let instances =
+                        NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20)))
+                            .unwrap();
+                    let whole = &policies[0];
+                    let share = part_of(whole, instances);
+                    // Rounded up, as the local store does.
+                    let capacity = share.params().capacity;
+                    let used = capacity - verdict.remaining * capacity / params.capacity;
+                    let part = State::resume(
+                        strategy.into(),
+                        share.params(),
+                        now,
+                        Snapshot { used, ..followed },
+                    );
+                    let room_of_all =
+                        |at| i64::from(instances.get()) * room(&part, share.params(), at);
+                    // The reported time is rounded up to the microsecond, in which this much may
+                    // refill.
+                    let flows = if strategy.frees().is_gradual() {
+                        1 + params.ticks / params.interval
+                    } else {
+                        0
+                    };
+                    let lost = verdict.remaining - room(&resumed, params, now);
+                    assert!(
+                        (0..=flows).contains(&lost),
+                        "{:?} {followed:?}: {lost} lost",
+                        policies[0]
+                    );
+                    for _ in 0..5 {
+                        let later = now + rng.i64(0..=verdict.reset);
+                        assert!(
+                            room(&resumed, params, later) <= room(&state[0], params, later),
+                            "{:?} {followed:?}",
+                            policies[0]
+                        );
+                        let (all, most) = (room_of_all(later), room(&state[0], params, later));
+                        assert!(
+                            all <= most,
+                            "{whole:?} {followed:?}: {all} and not {most} by {instances}"
+                        );
+                    }
+                    let fresh = room(&resumed, params, followed.until);
+                    assert_eq!(
+                        fresh, params.capacity,
+                        "{:?} {followed:?} is not fresh in time",
+                        policies[0]
+                    );
+                    now += rng.i64(0..=verdict.reset + 2);
+                }
+            }
+        }
     }
 }
