@@ -213,7 +213,7 @@ impl Notifier {
                  `.reject(GrpcReject::new().or(HttpReject::new()))` to the layer, or ignore this if the service has no \
                  gRPC{GRPC_OVER_HTTP}"
             );
-            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem));
+            self.suspect(&problem);
         }
     }
 
@@ -267,16 +267,14 @@ impl Notifier {
     #[cold]
     pub(crate) fn proxy_header(&self, problem: impl FnOnce() -> String) {
         if self.misconfiguration.proxy_header.claim() {
-            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem()));
+            self.suspect(&problem());
         }
     }
 
     /// Reports, once, a request without an address.
     #[cold]
     pub(crate) fn no_address(&self, problem: impl FnOnce() -> String) {
-        if !self.misconfiguration.no_address.is_claimed()
-            && self.misconfiguration.no_address.claim()
-        {
+        if self.misconfiguration.no_address.claim() {
             self.report(&problem());
         }
     }
@@ -344,7 +342,7 @@ impl Notifier {
                 "two layers or limiters have a policy {name:?}, one with {other} and one with {quota}, and they share one count per \
                  caller: give each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
             );
-            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem));
+            self.suspect(&problem);
         }
     }
 
@@ -387,6 +385,10 @@ impl Notifier {
 
     fn report(&self, problem: &str) {
         or_log(self.observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
+    }
+
+    fn suspect(&self, problem: &str) {
+        or_log(self.observer.as_ref()).suspected(&event::Suspected::new(problem));
     }
 }
 

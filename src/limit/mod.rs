@@ -42,6 +42,8 @@ pub(crate) use decision::{MadeBy, Verdicts};
 pub(crate) use duration::micros;
 pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{PolicyKind, is_name};
+#[cfg(test)]
+pub(crate) use span::examples as span_examples;
 pub(crate) use strategy::{Frees, Snapshot, State, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, any_quota, most_spent, room, vary};

@@ -445,18 +445,12 @@ impl<'a> Search<'a> {
 
     /// The limit of a path without a limit as sent: no other spelling of a limited path avoids its limit.
     fn lenient_limit(self, reading: &Reading<'_>) -> Option<Policies> {
-        let first = if self.routes.ignores_case {
-            self.in_lower_case(reading)
-        } else {
-            self.as_written(reading)
-        };
-        if first.is_some() {
-            return first;
-        }
         if self.routes.ignores_case {
-            self.as_written(reading)
+            let limit = self.in_lower_case(reading);
+            limit.or_else(|| self.as_written(reading))
         } else {
-            self.in_lower_case(reading)
+            let limit = self.as_written(reading);
+            limit.or_else(|| self.in_lower_case(reading))
         }
     }
 

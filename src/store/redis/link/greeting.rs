@@ -129,8 +129,7 @@ fn database_error(error: &RedisError, database: i64) -> StoreError {
 fn login(settings: &RedisConnectionInfo) -> Option<Cmd> {
     let password = settings.password();
     if is_resp2(settings) {
-        let mut login = cmd("AUTH");
-        return Some(login.arg(settings.username()).arg(password?).take());
+        return Some(auth(settings.username(), password?));
     }
     let mut hello = cmd("HELLO");
     hello.arg(3);
@@ -139,6 +138,11 @@ fn login(settings: &RedisConnectionInfo) -> Option<Cmd> {
         hello.arg("AUTH").arg(user).arg(password);
     }
     Some(hello)
+}
+
+/// The command that logs in as this user, or as the default one.
+pub(super) fn auth(user: Option<&str>, password: &str) -> Cmd {
+    cmd("AUTH").arg(user).arg(password).take()
 }
 
 fn set_info(field: &str, value: &str) -> Cmd {

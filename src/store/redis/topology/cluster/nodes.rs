@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 use super::slots::{self, Address, SlotMap, SlotRanges};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, error_of, with_address, within};
-use crate::store::redis::topology::addresses::AddressMap;
+use crate::store::redis::topology::addresses::{AddressMap, host_and_port};
 use crate::store::redis::topology::node::Node;
 use crate::util::{RandomState, instant, lock};
 
@@ -270,9 +270,7 @@ impl Nodes {
         let Some((address, slot)) = error.redirect_node() else {
             return Err(NodeError::NotReady);
         };
-        let (host, port) = address.rsplit_once(':').ok_or(NodeError::NotReady)?;
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        let port = port.parse().map_err(|_| NodeError::NotReady)?;
+        let (host, port) = host_and_port(address).ok_or(NodeError::NotReady)?;
         // The cluster does not know the address.
         if host == "?" || port == 0 {
             return Err(NodeError::NoAddress);
