@@ -1,5 +1,7 @@
 //! A page for the browser on this machine, as `dashboard` and `strategies` have it.
 
+use std::env;
+use std::error::Error;
 use std::hash::{BuildHasher, RandomState};
 
 use axum::extract::Request;
@@ -7,6 +9,20 @@ use axum::middleware::Next;
 use axum::response::{Html, IntoResponse, Response};
 use http::header::{CONTENT_SECURITY_POLICY, HOST, ORIGIN};
 use http::{HeaderValue, Method, StatusCode};
+use tokio::net::TcpListener;
+
+/// Listens at `PORT` (3000), and prints what to do there.
+pub(crate) async fn listen(then: &str) -> Result<TcpListener, Box<dyn Error>> {
+    let port: u16 = env::var("PORT")
+        .unwrap_or_else(|_| "3000".to_owned())
+        .parse()?;
+    let listener = TcpListener::bind(("127.0.0.1", port))
+        .await
+        .map_err(|error| format!("PORT {port}: {error}"))?;
+    let port = listener.local_addr()?.port();
+    println!("Open http://localhost:{port}/ and {then}. Ctrl-C ends it.");
+    Ok(listener)
+}
 
 /// The page, with `NONCE` replaced. It may load only its own script and style, and connect only to this server.
 pub(crate) fn page(html: &str) -> impl IntoResponse + use<> {

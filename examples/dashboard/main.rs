@@ -15,7 +15,6 @@ mod redis;
 mod serve;
 
 use std::convert::Infallible;
-use std::env;
 use std::error::Error;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -115,16 +114,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .layer(from_fn(only_our_page))
         .with_state(demo);
 
-    let port: u16 = env::var("PORT")
-        .unwrap_or_else(|_| "3000".to_owned())
-        .parse()?;
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port))
-        .await
-        .map_err(|error| format!("PORT {port}: {error}"))?;
-    println!(
-        "Open http://localhost:{}/ and kill Redis. Ctrl-C ends it.",
-        listener.local_addr()?.port()
-    );
+    let listener = local_page::listen("kill Redis").await?;
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
         ended = serve::serve(listener, app) => Ok(ended?),

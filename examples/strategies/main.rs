@@ -50,16 +50,7 @@ async fn serve_page() -> Result<(), Box<dyn Error>> {
         .route("/", get(async || page(include_str!("page.html"))))
         .route("/play", post(answer))
         .layer(from_fn(only_our_page));
-    let port: u16 = env::var("PORT")
-        .unwrap_or_else(|_| "3000".to_owned())
-        .parse()?;
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port))
-        .await
-        .map_err(|error| format!("PORT {port}: {error}"))?;
-    println!(
-        "Open http://localhost:{}/ and choose a quota. Ctrl-C ends it.",
-        listener.local_addr()?.port()
-    );
+    let listener = local_page::listen("choose a quota").await?;
     Ok(serve::serve(listener, app).await?)
 }
 
