@@ -50,7 +50,7 @@ struct FoundReason {
     reason: Option<StoreError>,
 }
 
-/// Minimum interval between two searches on one server, each of which opens a connection.
+/// Minimum interval between two searches on one server. A search opens a connection.
 const REASON_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Idle time after which the system sends a TCP keep-alive probe: before NATs and load balancers
@@ -174,7 +174,7 @@ impl Dialer {
         opened
     }
 
-    /// Opens a connection, and asks for the reason if the server does not accept its greeting.
+    /// Opens a connection. If the server does not accept its greeting, looks for the reason.
     async fn open(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let connected = self.connect(target).await;
         let mut opened = connected.map_err(|error| error_of(&error))?;

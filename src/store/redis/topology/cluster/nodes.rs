@@ -261,7 +261,7 @@ impl Nodes {
         }
     }
 
-    /// Returns the slot and the target of a redirect by the node `asked`.
+    /// Returns the slot and the target of a redirect.
     ///
     /// # Errors
     ///
