@@ -133,6 +133,7 @@ impl Peer {
     }
 
     /// Returns `true` for a peer that is probably in the service's own network.
+    #[inline]
     pub(super) fn is_near(self) -> bool {
         match self {
             Self::Address(address) => {

@@ -120,9 +120,7 @@ where
         Ok(match refusal {
             Refusal::Denied(decision) => {
                 let mut response = self.respond(Reason::Denied(&decision), head);
-                if !is_of_grpc(&response) {
-                    self.check_denial(notifier, head, response.status());
-                }
+                self.check_denial(notifier, head, &response);
                 self.answer.headers.annotate(decision, &mut response, true);
                 response
             }
@@ -178,12 +176,18 @@ where
 
 impl<R, E> Http<R, E> {
     /// Reports a denial that its client does not recognize.
-    fn check_denial(&self, notifier: &Notifier, head: &Parts, status: StatusCode) {
+    fn check_denial<B>(&self, notifier: &Notifier, head: &Parts, response: &Response<B>) {
         // Clients and caches would take the denial for the answer to the request.
-        if status.is_success() && !self.answer.denies_with_success {
-            notifier.denied_with_success(status);
+        let is_success = response.status().is_success() && !self.answer.denies_with_success;
+        let is_call = is_grpc(head);
+        // The look-up is the dearest part, and rarely needed.
+        if !is_success && !is_call || is_of_grpc(response) {
+            return;
         }
-        if is_grpc(head) {
+        if is_success {
+            notifier.denied_with_success(response.status());
+        }
+        if is_call {
             notifier.grpc_over_http();
         }
     }
