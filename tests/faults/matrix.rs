@@ -97,7 +97,8 @@ impl Scene {
 /// - A charge that fails during reconciliation is not sent again. The observer counts these too. If
 ///   Redis is only slow, it was executed anyway.
 /// - If Redis fails for some instances and replies to others, those have the whole remaining limit,
-///   and each failed instance has its part of it: all parts but one, in the worst case.
+///   and each failed instance has its part of it: all parts but one, in the worst case. The same
+///   if the machine stalls after the fault, and an instance comes back later than others wait.
 ///
 /// With [leased](leased) callers, units charged ahead are added, except for callers that have used
 /// up their limits. The requests for blocks and the refunds of unspent units fail too.
@@ -231,6 +232,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         pings.turn();
     }
     let healed = Instant::now();
+    let slots_before = load.sums.late_slots();
     let by_redis: Vec<u64> = instances
         .iter()
         .map(|instance| instance.by_redis())
@@ -360,7 +362,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     if !fault.only_delays() {
         bound += dropped;
     }
-    if fault.is_partial() {
+    // An instance that stalls may come back later than the others wait for it.
+    let comes_late = sums.late_slots() > slots_before;
+    if fault.is_partial() || comes_late {
         let tight: u64 = CALLERS
             .iter()
             .filter(|(_, kind)| *kind == Kind::Tight)
