@@ -42,7 +42,6 @@ use std::time::Duration;
 use http::request::Parts;
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
-use tower_service::Service;
 
 pub use extract::{Global, KeyExtractor, Or, key_fn};
 pub use missing::{MissingKey, OnMissingKey};
@@ -104,13 +103,13 @@ pub(crate) enum Holds {
 
 /// The state of a request's admission.
 pub(crate) enum Admission<D> {
-    Decided(Admitted),
+    Decided(Admitted<D>),
     /// The check is in progress, or the request waits for its turn.
     Undecided(Pending<D>),
 }
 
-/// `Ok` if the request passes: its [`Grant`] has its resources. Otherwise the reason.
-pub(crate) type Admitted = Result<(), Refusal>;
+/// `Ok` if the request passes, with the resources that it owns. Otherwise the reason.
+pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
 
 /// Why a request does not pass.
 #[derive(Debug)]
@@ -216,7 +215,7 @@ impl<S, R> Gate<S, R> {
     }
 }
 
-/// The path of a request. Each method fills the empty `grant` of a request that passes.
+/// The path of a request.
 impl<S: Store, R: 'static> Gate<S, R> {
     /// Finds the key and the policies, and sends the check.
     #[inline]
@@ -224,31 +223,30 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         extractor: &impl KeyExtractor<R>,
         request: &R,
-        grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         if let Some(skip) = &self.settings.skip
             && skip(request)
         {
             self.notifier.uncounted(UncountedReason::Skipped, true);
-            return self.uncounted(request, None, grant);
+            return self.uncounted(request, None);
         }
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
         let extracted = extractor.extract_for(request, &self.notifier);
         if self.settings.dry_run {
-            return self.exempt(request, extracted, grant);
+            return self.exempt(request, extracted);
         }
         // Before the key is required: the selector may exempt a request without a key.
         let Some(selected) = self.policies.find(request, extracted.as_ref().ok()) else {
-            return self.exempt(request, extracted, grant);
+            return self.exempt(request, extracted);
         };
         let key = match extracted {
             Ok(key) => key,
-            Err(missing) => return self.admit_without_key(request, missing, grant),
+            Err(missing) => return self.admit_without_key(request, missing),
         };
         let Some(policies) = self.countable(selected) else {
-            return self.exempt(request, Ok(key), grant);
+            return self.exempt(request, Ok(key));
         };
         let id = self.id(request);
         let mut check = self.check(key, &policies, request, id);
@@ -257,7 +255,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && queues.has_queue(&check)
         {
             if id.is_none() {
-                return self.wait_for(request, question, (*max, queues), &policies, None, grant);
+                return self.wait_for(request, question, (*max, queues), &policies, None);
             }
             // Only the store knows whether the id repeats an earlier one.
             question.turn = Turn::OnlyIfRepeated;
@@ -266,7 +264,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // Before the check is sent: a request that is dropped before the reply must release its slot.
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
-            Answer::Ready { answer } => self.answered(request, question, answer, grant),
+            Answer::Ready { answer } => self.answered(request, question, answer),
             Answer::Pending { future } => {
                 let question = Some(question);
                 Admission::Undecided(Pending::Asked { future, question })
@@ -363,7 +361,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         mut question: Question,
         answer: Result<Decision, StoreError>,
-        grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         question.answered(&answer);
         if let Some((max, queues)) = &self.wait
@@ -379,9 +376,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 // It was a peek.
                 Turn::OnlyIfRepeated => None,
             };
-            return self.wait_for(request, question, (*max, queues), &policies, denied, grant);
+            return self.wait_for(request, question, (*max, queues), &policies, denied);
         }
-        Admission::Decided(self.conclude(request, &mut question, None, answer, grant))
+        Admission::Decided(self.conclude(request, question, None, answer))
     }
 
     /// Puts a request into its queue, or concludes it if the queue refuses it: the queue is full,
@@ -395,7 +392,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         (max, queues): (Duration, &WaitQueues),
         policies: &Policies,
         denied: Option<Decision>,
-        grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         let take = Check::take(question.key, policies, question.cost);
         let mut within = max;
@@ -410,7 +406,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 question: Some(question),
             }),
             Err(refusal) => Admission::Decided(
-                self.conclude_without_permit(request, question, policies, refusal, grant),
+                self.conclude_without_permit(request, question, policies, refusal),
             ),
         }
     }
@@ -422,8 +418,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         mut question: Question,
         policies: &Policies,
         permit: Permit,
-        grant: &mut Grant<S::Future>,
-    ) -> Admitted {
+    ) -> Admitted<S::Future> {
         let Spent {
             decision,
             charge,
@@ -438,7 +433,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 .with_extra(Extra::Recorded(id, question.cost));
             self.ops.put(PendingOp::of_check(record));
         }
-        self.conclude(request, &mut question, Some(charge), Ok(decision), grant)
+        self.conclude(request, question, Some(charge), Ok(decision))
     }
 
     /// Concludes a request that gets no permit.
@@ -448,37 +443,35 @@ impl<S: Store, R: 'static> Gate<S, R> {
         mut question: Question,
         policies: &Policies,
         refusal: NoPermit,
-        grant: &mut Grant<S::Future>,
-    ) -> Admitted {
+    ) -> Admitted<S::Future> {
         let answer = refusal.into_answer();
         if answer.is_err() && self.settings.on_error == OnError::Allow {
             // The request passes uncounted. The renewals take its slot.
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
-        self.conclude(request, &mut question, None, answer, grant)
+        self.conclude(request, question, None, answer)
     }
 
-    /// Admits or rejects by the final decision: notifies the observer, and fills the grant. A request that has waited was
-    /// `charged` by its permit.
+    /// Admits or rejects by the final decision, and notifies the observer. A request that has waited was `charged` by its
+    /// permit.
     #[inline]
     fn conclude(
         &self,
         request: &R,
-        question: &mut Question,
+        mut question: Question,
         charged: Option<Charge>,
         answer: Result<Decision, StoreError>,
-        grant: &mut Grant<S::Future>,
-    ) -> Admitted {
+    ) -> Admitted<S::Future> {
         // Usually there is no observer, and the default one needs denials and errors only.
         if self.notifier.is_notified(&answer) {
             let Question {
                 key, cost, since, ..
-            } = question;
+            } = &question;
             self.notifier.answered(key, *cost, *since, &answer, false);
         }
-        match answer {
-            Ok(decision) if decision.is_allowed() => grant.decision = Some(decision),
+        let decision = match answer {
+            Ok(decision) if decision.is_allowed() => Some(decision),
             Ok(denied) => return Err(Refusal::Denied(denied)),
             Err(error) if self.settings.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
@@ -488,11 +481,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 if let Some(slot) = question.slot.take() {
                     question.slot = Some(slot.admitted_after_error());
                 }
+                None
             }
-        }
-        if question.slot.is_some() {
-            grant.slot = question.slot.take();
-        }
+        };
+        let mut grant = Grant {
+            decision,
+            slot: question.slot.take(),
+            charge: None,
+            shadows: None,
+        };
         // With a charge, the slot is held as long as the charge, which the handler may clone.
         if self.settles() {
             let reserved = match &grant.decision {
@@ -506,7 +503,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.has_shadows() {
             grant.try_shadows(self, request, question.key, question.id);
         }
-        Ok(())
+        Ok(grant)
     }
 
     #[inline(never)]
@@ -519,12 +516,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     /// Admits a request that no policy limits, or any request in a dry run. Only the unenforced
     /// checks need its key.
     #[cold]
-    fn exempt(
-        &self,
-        request: &R,
-        key: Result<Key, MissingKey>,
-        grant: &mut Grant<S::Future>,
-    ) -> Admission<S::Future> {
+    fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
         if let Err(missing) = &key
             && self.has_shadows()
         {
@@ -538,22 +530,17 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             _ => self.notifier.uncounted(UncountedReason::Exempt, true),
         }
-        self.uncounted(request, key.ok(), grant)
+        self.uncounted(request, key.ok())
     }
 
     /// Admits or rejects a request without a key.
     #[cold]
-    fn admit_without_key(
-        &self,
-        request: &R,
-        missing: MissingKey,
-        grant: &mut Grant<S::Future>,
-    ) -> Admission<S::Future> {
+    fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
         self.notifier.missing(&missing);
         let passes = self.settings.on_missing_key == OnMissingKey::Allow && missing.is_absent();
         self.notifier.uncounted(missing.reason(), passes);
         if passes {
-            self.uncounted(request, None, grant)
+            self.uncounted(request, None)
         } else {
             Admission::Decided(Err(Refusal::MissingKey(missing)))
         }
@@ -561,12 +548,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Admits a request without a check. If it has a key, starts the unenforced checks.
     #[cold]
-    fn uncounted(
-        &self,
-        request: &R,
-        key: Option<Key>,
-        grant: &mut Grant<S::Future>,
-    ) -> Admission<S::Future> {
+    fn uncounted(&self, request: &R, key: Option<Key>) -> Admission<S::Future> {
+        let mut grant = Grant::default();
         if self.settles() {
             grant.charge = Some(self.charge(None, None));
         }
@@ -575,7 +558,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         {
             grant.try_shadows(self, request, key, self.id(request));
         }
-        Admission::Decided(Ok(()))
+        Admission::Decided(Ok(grant))
     }
 }
 
@@ -742,55 +725,47 @@ impl<D> Pending<D> {
         matches!(self, Self::Queued { .. })
     }
 
-    /// Resolves to whether the request passes, and fills its `grant` if so. `inner` is the ready
-    /// service for the request. While the request [waits](Self::is_queued), `inner` is a service
-    /// that is polled for readiness when the turn has come.
+    /// Resolves to whether the request passes. `is_ready` polls the service for readiness, once the turn of a request
+    /// that [waits](Self::is_queued) has come: a turn is not spent before.
     ///
     /// # Errors
     ///
     /// The error of a service that does not become ready.
     ///
     /// It must not be polled again after it is ready.
-    pub(crate) fn poll<S, R, T, Q>(
+    pub(crate) fn poll<S, R, E>(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         gate: &Gate<S, R>,
         request: &R,
-        grant: &mut Grant<D>,
-        inner: &mut T,
-    ) -> Poll<Result<Admitted, T::Error>>
+        is_ready: impl FnMut(&mut Context<'_>) -> Poll<Result<(), E>>,
+    ) -> Poll<Result<Admitted<D>, E>>
     where
         D: Future<Output = Result<Decision, StoreError>>,
         S: Store<Future = D>,
         R: 'static,
-        T: Service<Q> + Clone,
     {
         if let PendingProj::Asked { future, question } = self.as_mut().project() {
             let answer = ready!(future.poll(cx));
             let Some(question) = question.take() else {
                 polled_after_completion("Pending");
             };
-            match gate.answered(request, question, answer, grant) {
+            match gate.answered(request, question, answer) {
                 Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
                 Admission::Undecided(queued) => self.set(queued),
             }
-            // The ready service may hold a permit, as of a concurrency limit, that others wait for:
-            // drop it.
-            *inner = inner.clone();
         }
         let PendingProj::Queued { acquire, question } = self.project() else {
             polled_after_completion("Pending");
         };
-        let turn = ready!(acquire.poll_with(cx, |cx| inner.poll_ready(cx)))?;
+        let turn = ready!(acquire.poll_with(cx, is_ready))?;
         let Some(question) = question.take() else {
             polled_after_completion("Pending");
         };
         let policies = acquire.policies();
         Poll::Ready(Ok(match turn {
-            Ok(permit) => gate.conclude_turn(request, question, policies, permit, grant),
-            Err(refusal) => {
-                gate.conclude_without_permit(request, question, policies, refusal, grant)
-            }
+            Ok(permit) => gate.conclude_turn(request, question, policies, permit),
+            Err(refusal) => gate.conclude_without_permit(request, question, policies, refusal),
         }))
     }
 }

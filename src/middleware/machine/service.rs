@@ -62,9 +62,8 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let (extractor, config) = self.settings.current();
         let (mut head, body) = P::split(request);
-        let mut grant = Grant::default();
-        match config.gate.admit(extractor, &head, &mut grant) {
-            Admission::Decided(Ok(())) => LimitFuture {
+        match config.gate.admit(extractor, &head) {
+            Admission::Decided(Ok(mut grant)) => LimitFuture {
                 state: State::Calling {
                     noted: config
                         .protocol
@@ -196,11 +195,7 @@ where
     P: Serve<T, Req>,
 {
     #[inline]
-    fn decided(
-        request: HeldRequest<T, S, P, P::Body>,
-        admitted: Admitted,
-        mut grant: Grant<S::Future>,
-    ) -> Self {
+    fn decided(request: HeldRequest<T, S, P, P::Body>, admitted: Admitted<S::Future>) -> Self {
         let HeldRequest {
             config,
             mut inner,
@@ -209,7 +204,7 @@ where
         } = request;
         let notifier = &config.gate.notifier;
         match admitted {
-            Ok(()) => Self::Calling {
+            Ok(mut grant) => Self::Calling {
                 noted: config.protocol.note(notifier, &mut head, &mut grant),
                 response: inner.call(P::join(head, body)),
                 grant,
@@ -238,7 +233,7 @@ where
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
-                StateProj::Undecided { pending, held } => {
+                StateProj::Undecided { mut pending, held } => {
                     let Some(request) = held else {
                         polled_after_completion(P::FUTURE);
                     };
@@ -248,14 +243,20 @@ where
                         head,
                         ..
                     } = request;
-                    let mut grant = Grant::default();
-                    let polled = pending.poll(cx, &config.gate, head, &mut grant, inner);
+                    let was_ready = !pending.is_queued();
+                    let polled = pending
+                        .as_mut()
+                        .poll(cx, &config.gate, head, |cx| inner.poll_ready(cx));
+                    if was_ready && pending.is_queued() {
+                        // The ready service may hold a permit that others wait for, as of a concurrency limit: drop it.
+                        *inner = inner.clone();
+                    }
                     let admitted = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
                     let Some(decided) = held.take() else {
                         polled_after_completion(P::FUTURE);
                     };
-                    State::decided(decided, admitted, grant)
+                    State::decided(decided, admitted)
                 }
                 StateProj::Calling {
                     response,
