@@ -113,8 +113,7 @@ pub(crate) enum Admission<D> {
 pub(crate) type Admitted = Result<(), Refusal>;
 
 /// Why a request does not pass.
-#[derive(Debug)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     Denied(Decision),
     /// No store could decide.
     Unavailable(StoreError),
@@ -797,7 +796,7 @@ impl<D> Pending<D> {
 
 /// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
 /// [`RequestCost`] is alive (in the response body or the handler), and releases the in-flight slot.
-pub struct Grant<D> {
+pub(crate) struct Grant<D> {
     /// `None` for an uncounted request, and once it is [taken](Self::take_decision).
     decision: Option<Decision>,
     /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
@@ -908,12 +907,6 @@ impl<D> Default for Grant<D> {
             slot: None,
             shadows: None,
         }
-    }
-}
-
-impl<D> fmt::Debug for Grant<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Grant").finish_non_exhaustive()
     }
 }
 
