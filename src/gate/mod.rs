@@ -112,8 +112,7 @@ pub(crate) enum Admission<D> {
 pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
 
 /// Why a request does not pass.
-#[derive(Debug)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     Denied(Decision),
     /// No store could decide.
     Unavailable(StoreError),
@@ -772,7 +771,7 @@ impl<D> Pending<D> {
 
 /// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
 /// [`RequestCost`] is alive (in the response body or the handler), and releases the in-flight slot.
-pub struct Grant<D> {
+pub(crate) struct Grant<D> {
     /// `None` for an uncounted request, and once it is [taken](Self::take_decision).
     decision: Option<Decision>,
     /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
@@ -883,12 +882,6 @@ impl<D> Default for Grant<D> {
             slot: None,
             shadows: None,
         }
-    }
-}
-
-impl<D> fmt::Debug for Grant<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Grant").finish_non_exhaustive()
     }
 }
 

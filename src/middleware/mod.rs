@@ -7,6 +7,7 @@ pub mod extract;
 #[cfg(feature = "axum")]
 mod handler;
 pub mod headers;
+mod layers;
 mod machine;
 mod networks;
 pub mod rate_limit;

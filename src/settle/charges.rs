@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
-use super::settled::Settled;
+use super::settled::SettledCost;
 use crate::background::{OpQueue, PendingOp};
 use crate::held_slots::Slot;
 use crate::leases::without_block;
@@ -181,7 +181,7 @@ impl RequestCharges {
     /// Applies the layer's rule, which has seen the head of the response. Either settles
     /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
     /// if the rule determines it and something is reserved there.
-    pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
+    pub(crate) fn settle(&self, settlement: Settlement) -> Option<SettledCost> {
         let mut state = lock(&self.state);
         state.settlement = settlement;
         let reserved = self.reserved();
@@ -199,7 +199,7 @@ impl RequestCharges {
         if !is_enforced {
             return None;
         }
-        Some(Settled {
+        Some(SettledCost {
             // The decision that is updated by this does not include the additions.
             reserved: reserved.saturating_sub(extra),
             cost,
@@ -264,7 +264,7 @@ impl RequestCharges {
             extra => {
                 let cost = self.reserved();
                 let reserved = cost.saturating_sub(extra);
-                Settled { reserved, cost }.update(decision)
+                SettledCost { reserved, cost }.update(decision)
             }
         }
     }

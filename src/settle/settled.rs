@@ -2,12 +2,12 @@ use crate::limit::{Decision, Policy, Verdict};
 
 /// The cost of a request, and the reserved cost that it replaces.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Settled {
+pub(crate) struct SettledCost {
     pub(crate) reserved: u32,
     pub(crate) cost: u32,
 }
 
-impl Settled {
+impl SettledCost {
     /// Returns the decision after the settlement, without a call to the store, so it is an estimate.
     pub(crate) fn update(self, decision: Decision) -> Decision {
         // Positive: refunded. Negative: charged.
@@ -72,7 +72,7 @@ mod tests {
                 .with_remaining(6 - used)
                 .with_reset_after(second(u64::from(used) * 10));
             let decision = Check::charge(Key::GLOBAL, &policies, 0).decided(SOURCE, 0, |_| verdict);
-            let settled = Settled {
+            let settled = SettledCost {
                 reserved: 4,
                 cost: 4_u32.wrapping_add_signed(cost),
             };
@@ -88,7 +88,7 @@ mod tests {
             .with_remaining(2)
             .with_reset_after(second(30));
         let decision = Check::take(Key::GLOBAL, &uploads, 4).decided(SOURCE, 4, |_| verdict);
-        let settled = Settled {
+        let settled = SettledCost {
             reserved: 4,
             cost: 0,
         };

@@ -1,72 +1,84 @@
-use std::fmt;
-use std::marker::PhantomData;
+use std::sync::Arc;
 
 use tower_service::Service;
 
-use super::{BoxError, CallEnding};
+use super::BoxError;
 use crate::gate::{Grant, Notifier, Refusal};
-use crate::middleware::machine::{AsIs, Protocol, Serve, sealed};
+use crate::middleware::machine::{Protocol, Serve};
+use crate::settle::{RequestCost, Settlement};
 
-/// Requests `R` of any type, whose refusals are errors.
-pub struct Calls<R, E = AsIs> {
-    pub(super) ending: E,
-    request: PhantomData<fn(R)>,
+/// Requests of any type, whose refusals are errors. The rule of `settle` reads answers `A`, and `()` stands for no rule.
+pub(in crate::middleware) struct Calls<A> {
+    pub(super) rule: Option<Arc<AnswerRule<A>>>,
 }
 
-impl<R, E> sealed::Protocol for Calls<R, E> {
-    const LAYER: &str = "CallLimitLayer";
-    const SERVICE: &str = "CallLimit";
-    const FUTURE: &str = "CallFuture";
+type AnswerRule<A> = dyn Fn(&A) -> Settlement + Send + Sync;
+
+/// What a rule reads of a call with the response `Res`.
+pub(super) trait CallAnswer<Res>: Sized {
+    fn settlement(rule: &AnswerRule<Self>, result: &Result<Res, BoxError>) -> Settlement;
 }
 
-impl<R: 'static, E> Protocol for Calls<R, E> {
-    type Head = R;
-}
-
-impl<T, R, E> Serve<T, R> for Calls<R, E>
-where
-    T: Service<R, Error: Into<BoxError>>,
-    R: 'static,
-    E: CallEnding<T::Response>,
-{
-    type Body = ();
-    type Response = T::Response;
-    type Error = BoxError;
-    type Noted = E;
-
-    fn error(error: T::Error) -> BoxError {
-        error.into()
+impl<Res> CallAnswer<Res> for Result<Res, BoxError> {
+    fn settlement(rule: &AnswerRule<Self>, result: &Self) -> Settlement {
+        rule(result)
     }
+}
+
+impl<Res> CallAnswer<Res> for () {
+    fn settlement(rule: &AnswerRule<()>, _: &Result<Res, BoxError>) -> Settlement {
+        rule(&())
+    }
+}
+
+impl<Req: 'static, A> Protocol<Req> for Calls<A> {
+    type Head = Req;
+    type Body = ();
+    type Noted = Option<Arc<AnswerRule<A>>>;
+    type Error<E> = BoxError;
+
+    const FUTURE: &str = "CallFuture";
 
     #[inline]
-    fn split(request: R) -> (R, ()) {
+    fn split(request: Req) -> (Req, ()) {
         (request, ())
     }
 
     #[inline]
-    fn note<D>(&self, _: &Notifier, _: &mut R, grant: &mut Grant<D>) -> E {
+    fn note<D>(&self, _: &Notifier, _: &mut Req, grant: &mut Grant<D>) -> Self::Noted {
         // A request of any type has no place for it, nor has its response.
         drop(grant.take_decision());
-        self.ending.clone()
+        self.rule.clone()
     }
 
     #[inline]
-    fn join(request: R, (): ()) -> R {
+    fn join(request: Req, (): ()) -> Req {
         request
     }
+}
 
-    fn refuse(&self, _: &Notifier, _: &R, refusal: Refusal) -> Result<T::Response, BoxError> {
+impl<T, Req, A> Serve<T, Req> for Calls<A>
+where
+    T: Service<Req, Error: Into<BoxError>>,
+    Req: 'static,
+    A: CallAnswer<T::Response>,
+{
+    fn error(error: T::Error) -> BoxError {
+        error.into()
+    }
+
+    fn refuse(&self, _: &Notifier, _: &Req, refusal: Refusal) -> Result<T::Response, BoxError> {
         Err(refusal.into())
     }
 
     fn settle<D>(
-        ending: &mut E,
+        rule: &mut Self::Noted,
         result: Result<T::Response, T::Error>,
         grant: &mut Grant<D>,
     ) -> Result<T::Response, BoxError> {
         let result = result.map_err(Into::into);
-        if let Some(settlement) = ending.settlement(&result) {
-            grant.settle(settlement);
+        if let Some(rule) = rule {
+            grant.settle(A::settlement(&**rule, &result));
         }
         // Now, since the caller may keep the completed future.
         grant.end();
@@ -76,28 +88,16 @@ where
     fn finish<D>(
         result: Result<T::Response, BoxError>,
         _: &mut Grant<D>,
-    ) -> Result<T::Response, BoxError> {
-        result
+    ) -> Result<(T::Response, Option<RequestCost>), BoxError> {
+        Ok((result?, None))
     }
 }
 
-impl<R, E> Calls<R, E> {
-    pub(super) const fn new(ending: E) -> Self {
-        Self {
-            ending,
-            request: PhantomData,
-        }
-    }
-}
-
-impl<R, E: Clone> Clone for Calls<R, E> {
+/// By hand, since deriving it requires that `A` is `Clone`.
+impl<A> Clone for Calls<A> {
     fn clone(&self) -> Self {
-        Self::new(self.ending.clone())
-    }
-}
-
-impl<R, E> fmt::Debug for Calls<R, E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Calls").finish_non_exhaustive()
+        Self {
+            rule: self.rule.clone(),
+        }
     }
 }

@@ -1,13 +1,8 @@
-//! The layer for calls, and the settings that only calls have.
-//!
-//! These methods of [`LimitLayer`] are here, since HTTP, which has another rejection and another
-//! settlement, shares only the rest.
-
 use std::sync::Arc;
 
-use super::{BoxError, Calls, UntilAnswer};
+use super::{BoxError, Calls};
 use crate::gate::{Gate, Holds, KeyExtractor, PolicySelector};
-use crate::middleware::machine::{AsIs, Config, LimitLayer};
+use crate::middleware::machine::{Config, LimitLayer};
 use crate::settle::Settlement;
 use crate::store::Store;
 
@@ -66,22 +61,52 @@ use crate::store::Store;
 ///
 /// Inside tower's `Retry`, each attempt is counted. Inside a `Timeout`, a call that times out
 /// before the decision never reaches the inner service.
-pub type CallLimitLayer<S, K, R, E = AsIs> = LimitLayer<S, K, Calls<R, E>>;
+///
+/// # Naming the type
+///
+/// A field or a function's return type names the store, the extractor, the request and, with [`settle`](Self::settle), the answer
+/// that the rule reads. Box closures, which have no name: `Box::new(|job: &Job| ..) as Box<dyn KeyExtractor<Job>>`.
+///
+/// ```
+/// use tower::BoxError;
+/// use tower_redis_ratelimit::{CallLimitLayer, LocalStore, extract::KeyExtractor};
+/// # use tower_redis_ratelimit::{Key, Policy, settle::Settlement};
+/// # struct Job(u64);
+///
+/// struct Limits {
+///     by_tenant: CallLimitLayer<LocalStore, Box<dyn KeyExtractor<Job>>, Job>,
+///     /// `.settle(|answer: &Result<String, _>| ..)`
+///     settled: CallLimitLayer<LocalStore, Box<dyn KeyExtractor<Job>>, Job, Result<String, BoxError>>,
+/// }
+/// # fn layers(store: LocalStore, policy: Policy) -> Limits {
+/// #     let by_tenant = Box::new(|job: &Job| Some(Key::from(job.0))) as Box<dyn KeyExtractor<Job>>;
+/// #     let other = Box::new(|job: &Job| Some(Key::from(job.0))) as Box<dyn KeyExtractor<Job>>;
+/// #     Limits {
+/// #         by_tenant: CallLimitLayer::new(store.clone(), by_tenant, policy.clone()),
+/// #         settled: CallLimitLayer::new(store, other, policy).settle(|_: &Result<String, _>| Settlement::Keep),
+/// #     }
+/// # }
+/// ```
+pub struct CallLimitLayer<S, K, Req, A = ()> {
+    pub(in crate::middleware) inner: LimitLayer<S, K, Req, Calls<A>>,
+}
 
-impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
+impl<S: Store, K: KeyExtractor<Req>, Req: 'static> CallLimitLayer<S, K, Req> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or another [`PolicySelector`].
-    pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
+    pub fn new(store: S, extractor: K, policies: impl PolicySelector<Req>) -> Self {
         let config = Config {
             // A call ends with the result of the inner service, which the layer sees.
             gate: Gate::new(store, policies, Holds::InFlight),
-            protocol: Calls::new(AsIs),
+            protocol: Calls { rule: None },
         };
-        Self::with_config(Arc::new(extractor), config)
+        Self {
+            inner: LimitLayer::new(Arc::new(extractor), config),
+        }
     }
 }
 
-impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
+impl<S: Clone, K, Req: 'static, A> CallLimitLayer<S, K, Req, A> {
     /// Settles calls by their results: the cost is then a reservation, which `rule` settles by the response or the
     /// error. A call that is dropped before keeps what it has reserved. See
     /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
@@ -115,13 +140,16 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
     pub fn settle<Res: 'static>(
         self,
         rule: impl Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync + 'static,
-    ) -> CallLimitLayer<S, K, R, UntilAnswer<Res>> {
-        self.change_to(|Config { mut gate, .. }| {
+    ) -> CallLimitLayer<S, K, Req, Result<Res, BoxError>> {
+        let inner = self.inner.change_to(|Config { mut gate, .. }| {
             gate.settle();
             Config {
                 gate,
-                protocol: Calls::new(UntilAnswer::new(rule)),
+                protocol: Calls {
+                    rule: Some(Arc::new(rule)),
+                },
             }
-        })
+        });
+        CallLimitLayer { inner }
     }
 }

@@ -8,7 +8,6 @@ mod peer;
 mod route;
 
 pub use crate::gate::{Global, KeyExtractor, MissingKey, Or, key_fn};
-pub use crate::limit::{IsBytes, IsKey};
 pub use client_ip::{ClientIp, ClientIpBuilder};
 pub use extension::{ExtensionKey, by_extension};
 pub use header::HeaderKey;

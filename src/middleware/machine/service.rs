@@ -12,54 +12,35 @@ use super::layer::{Config, ServiceSettings};
 use super::protocol::{Protocol, Serve};
 use crate::gate::{Admission, Admitted, Grant, KeyExtractor, Pending, Refusal};
 use crate::middleware::take_ready;
+use crate::settle::RequestCost;
 use crate::store::Store;
 use crate::util::polled_after_completion;
 
-/// A service that is `Clone`: a layer calls a clone of it once the store has decided. Implemented for every `Clone` type.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` is not `Clone`, and a limited service is cloned for each request",
-    label = "this service is not `Clone`",
-    note = "derive `Clone` for the service, and share what is large in an `Arc`",
-    note = "a service that cannot be cloned: put `tower::buffer::Buffer::new(service, 1_024)` around it"
-)]
-pub trait IsClone: Clone {}
-
-#[diagnostic::do_not_recommend]
-impl<T: Clone> IsClone for T {}
-
-/// The cost of a request: a `u32`, the return type of a closure for [`cost`](super::LimitLayer::cost).
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` is not the cost of a request",
-    label = "the closure must return a `u32`",
-    note = "another integer: `u32::try_from(cost).unwrap_or(u32::MAX)`",
-    note = "a cost that must be awaited: `.cost(|_| 0)`, and `RequestCost::reserve` in the handler"
-)]
-pub trait IsCost: Into<u32> {}
-
-impl IsCost for u32 {}
-
 /// The service of a [`LimitLayer`](super::LimitLayer): it decides, then calls the inner service.
-pub struct Limit<T, S, K, P: Protocol> {
+pub(in crate::middleware) struct Limit<T, S, K, H, P> {
     inner: T,
-    settings: ServiceSettings<S, K, P>,
+    settings: ServiceSettings<S, K, H, P>,
 }
 
-impl<T, S, K, P, Req> Service<Req> for Limit<T, S, K, P>
-where
-    T: Service<Req> + Clone,
-    S: Store,
-    K: KeyExtractor<P::Head>,
-    P: Serve<T, Req>,
-{
-    type Response = P::Response;
-    type Error = P::Error;
-    type Future = LimitFuture<T, S, P, Req>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+impl<T, S, K, H: 'static, P> Limit<T, S, K, H, P> {
+    pub(in crate::middleware) fn poll_ready<Req>(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), P::Error<T::Error>>>
+    where
+        T: Service<Req>,
+        P: Serve<T, Req>,
+    {
         self.inner.poll_ready(cx).map_err(P::error)
     }
 
-    fn call(&mut self, request: Req) -> Self::Future {
+    pub(in crate::middleware) fn call<Req>(&mut self, request: Req) -> LimitFuture<T, S, P, Req>
+    where
+        T: Service<Req> + Clone,
+        S: Store,
+        K: KeyExtractor<H>,
+        P: Serve<T, Req, Head = H>,
+    {
         let (extractor, config) = self.settings.current();
         let (mut head, body) = P::split(request);
         match config.gate.admit(extractor, &head) {
@@ -101,28 +82,32 @@ where
     }
 }
 
-impl<T, S, K, P: Protocol> Limit<T, S, K, P> {
-    pub(super) fn new(inner: T, settings: ServiceSettings<S, K, P>) -> Self {
+impl<T, S, K, H, P> Limit<T, S, K, H, P> {
+    pub(super) fn new(inner: T, settings: ServiceSettings<S, K, H, P>) -> Self {
         Self { inner, settings }
     }
 
-    /// The inner service.
-    pub fn get_ref(&self) -> &T {
+    pub(in crate::middleware) fn get_ref(&self) -> &T {
         &self.inner
     }
 
-    /// The inner service. Requests sent to it directly are not counted.
-    pub fn get_mut(&mut self) -> &mut T {
+    pub(in crate::middleware) fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }
 
-    /// Returns the inner service.
-    pub fn into_inner(self) -> T {
+    pub(in crate::middleware) fn into_inner(self) -> T {
         self.inner
     }
 }
 
-impl<T: Clone, S, K, P: Protocol> Clone for Limit<T, S, K, P> {
+impl<T, S: fmt::Debug, K, H, P> Limit<T, S, K, H, P> {
+    /// Formats the public service `name`.
+    pub(in crate::middleware) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.settings.current().1.gate.fmt(name, f)
+    }
+}
+
+impl<T: Clone, S, K, H, P> Clone for Limit<T, S, K, H, P> {
     fn clone(&self) -> Self {
         Self {
             inner: self.inner.clone(),
@@ -131,19 +116,13 @@ impl<T: Clone, S, K, P: Protocol> Clone for Limit<T, S, K, P> {
     }
 }
 
-impl<T, S: fmt::Debug, K, P: Protocol> fmt::Debug for Limit<T, S, K, P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.settings.current().1.gate.fmt(P::SERVICE, f)
-    }
-}
-
 pin_project! {
-    /// Resolves to the response of a [`Limit`](super::Limit).
-    pub struct LimitFuture<T, S, P, Req>
+    /// Resolves to the response of the inner service, and the charge that its body keeps.
+    pub(in crate::middleware) struct LimitFuture<T, S, P, Req>
     where
         T: Service<Req>,
         S: Store,
-        P: Serve<T, Req>,
+        P: Protocol<Req>,
     {
         #[pin]
         state: State<T, S, P, Req>,
@@ -156,13 +135,13 @@ pin_project! {
     where
         T: Service<Req>,
         S: Store,
-        P: Serve<T, Req>,
+        P: Protocol<Req>,
     {
         Undecided {
             #[pin]
             pending: Pending<S::Future>,
             // `None` once it is decided.
-            held: Option<HeldRequest<T, S, P, P::Body>>,
+            held: Option<HeldRequest<T, S, P, Req>>,
         },
         Calling {
             #[pin]
@@ -174,18 +153,18 @@ pin_project! {
         // permit, such as `ConcurrencyLimit`'s.
         Answered {
             // `None` once it is returned.
-            result: Option<Result<T::Response, P::Error>>,
+            result: Option<Result<T::Response, P::Error<T::Error>>>,
             grant: Grant<S::Future>,
         },
     }
 }
 
 /// A request that waits for its decision, and the service for it.
-struct HeldRequest<T, S, P: Protocol, B> {
-    config: Arc<Config<S, P>>,
+struct HeldRequest<T, S, P: Protocol<Req>, Req> {
+    config: Arc<Config<S, P::Head, P>>,
     inner: T,
     head: P::Head,
-    body: B,
+    body: P::Body,
 }
 
 impl<T, S, P, Req> State<T, S, P, Req>
@@ -195,7 +174,7 @@ where
     P: Serve<T, Req>,
 {
     #[inline]
-    fn decided(request: HeldRequest<T, S, P, P::Body>, admitted: Admitted<S::Future>) -> Self {
+    fn decided(request: HeldRequest<T, S, P, Req>, admitted: Admitted<S::Future>) -> Self {
         let HeldRequest {
             config,
             mut inner,
@@ -213,7 +192,7 @@ where
         }
     }
 
-    fn refused(config: &Config<S, P>, head: &P::Head, refusal: Refusal) -> Self {
+    fn refused(config: &Config<S, P::Head, P>, head: &P::Head, refusal: Refusal) -> Self {
         Self::Answered {
             result: Some(config.protocol.refuse(&config.gate.notifier, head, refusal)),
             grant: Grant::default(),
@@ -227,7 +206,7 @@ where
     S: Store,
     P: Serve<T, Req>,
 {
-    type Output = Result<P::Response, P::Error>;
+    type Output = Result<(T::Response, Option<RequestCost>), P::Error<T::Error>>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut state = self.project().state;
@@ -286,16 +265,5 @@ where
             };
             state.set(next);
         }
-    }
-}
-
-impl<T, S, P, Req> fmt::Debug for LimitFuture<T, S, P, Req>
-where
-    T: Service<Req>,
-    S: Store,
-    P: Serve<T, Req>,
-{
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct(P::FUTURE).finish_non_exhaustive()
     }
 }

@@ -1,28 +1,27 @@
-use std::fmt;
-use std::marker::PhantomData;
 use std::sync::Arc;
 
 use http::request::Parts;
-use http::{Request, Response};
+use http::{Request, Response, response};
 use tower_service::Service;
 
-use super::Ending;
-use super::body_end::HeadRule;
 use crate::gate::{Grant, Notifier, Refusal};
 use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
-use crate::middleware::machine::{AsIs, Protocol, Serve, sealed};
+use crate::middleware::machine::{Protocol, Serve};
 use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge, is_grpc};
+use crate::settle::{RequestCost, Settlement};
 
 /// HTTP requests, whose refusals are responses.
-pub struct Http<R = HttpReject, E = AsIs> {
-    pub(super) reject: Arc<R>,
+pub(in crate::middleware) struct Http<R = HttpReject> {
+    reject: Arc<R>,
     pub(super) answer: AnswerSettings,
-    /// Settles requests by their responses. `None` if only a request's [`RequestCost`](crate::settle::RequestCost) does, or
+    /// Settles requests by their responses. `None` if only a request's [`RequestCost`] does, or
     /// nothing.
-    pub(super) rule: Option<Arc<HeadRule>>,
-    pub(super) ending: PhantomData<fn() -> E>,
+    rule: Option<Arc<HeadRule>>,
 }
+
+/// Returns the settlement of a request from the head of its response.
+pub(super) type HeadRule = Arc<dyn Fn(&response::Parts) -> Settlement + Send + Sync>;
 
 /// The settings of responses, which are copied whole.
 #[derive(Clone, Copy, Default)]
@@ -41,36 +40,18 @@ fn is_of_grpc<B>(response: &Response<B>) -> bool {
 }
 
 /// Settles and annotates a response.
-pub struct Noted {
+pub(in crate::middleware) struct Noted {
     answer: AnswerSettings,
     rule: Option<Arc<HeadRule>>,
 }
 
-impl<R, E> sealed::Protocol for Http<R, E> {
-    const LAYER: &str = "RateLimitLayer";
-    const SERVICE: &str = "RateLimit";
-    const FUTURE: &str = "ResponseFuture";
-}
-
-impl<R, E> Protocol for Http<R, E> {
+impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
     type Head = Parts;
-}
-
-impl<T, R, E, ReqBody, ResBody> Serve<T, Request<ReqBody>> for Http<R, E>
-where
-    T: Service<Request<ReqBody>, Response = Response<ResBody>>,
-    R: Reject<ResBody>,
-    E: Ending,
-{
     type Body = ReqBody;
-    type Response = Response<E::Body<ResBody>>;
-    type Error = T::Error;
     type Noted = Noted;
+    type Error<E> = E;
 
-    #[inline]
-    fn error(error: T::Error) -> T::Error {
-        error
-    }
+    const FUTURE: &str = "ResponseFuture";
 
     #[inline]
     fn split(request: Request<ReqBody>) -> (Parts, ReqBody) {
@@ -109,6 +90,17 @@ where
     #[inline(always)]
     fn join(head: Parts, body: ReqBody) -> Request<ReqBody> {
         Request::from_parts(head, body)
+    }
+}
+
+impl<T, R, ReqBody, ResBody> Serve<T, Request<ReqBody>> for Http<R>
+where
+    T: Service<Request<ReqBody>, Response = Response<ResBody>>,
+    R: Reject<ResBody>,
+{
+    #[inline]
+    fn error(error: T::Error) -> T::Error {
+        error
     }
 
     fn refuse(
@@ -161,7 +153,7 @@ where
     fn finish<D>(
         result: Result<Response<ResBody>, T::Error>,
         grant: &mut Grant<D>,
-    ) -> Result<Self::Response, T::Error> {
+    ) -> Result<(Response<ResBody>, Option<RequestCost>), T::Error> {
         // End the request even if its completed future is kept.
         let mut response = result.inspect_err(|_| *grant = Grant::default())?;
         if let Some(decisions) = grant.take_shadows() {
@@ -170,11 +162,11 @@ where
                 .get_or_insert_default::<DryRun>()
                 .extend(decisions);
         }
-        Ok(E::wrap(response, grant.take_charge()))
+        Ok((response, grant.take_charge()))
     }
 }
 
-impl<R, E> Http<R, E> {
+impl<R> Http<R> {
     /// Reports a denial that its client does not recognize.
     fn check_denial<B>(&self, notifier: &Notifier, head: &Parts, response: &Response<B>) {
         // Clients and caches would take the denial for the answer to the request.
@@ -199,22 +191,19 @@ impl<R, E> Http<R, E> {
         self.reject.reject(Rejection::new(reason, head))
     }
 
-    pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2, E> {
+    pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2> {
         Http {
             reject: Arc::new(reject),
             answer: self.answer,
             rule: self.rule,
-            ending: PhantomData,
         }
     }
 
     /// Settles requests at their end.
-    pub(super) fn with_rule<E2>(self, rule: Option<HeadRule>) -> Http<R, E2> {
-        Http {
-            reject: self.reject,
-            answer: self.answer,
+    pub(super) fn with_rule(self, rule: Option<HeadRule>) -> Self {
+        Self {
             rule: rule.map(Arc::new),
-            ending: PhantomData,
+            ..self
         }
     }
 }
@@ -225,13 +214,12 @@ impl Default for Http {
             reject: Arc::new(HttpReject::new()),
             answer: AnswerSettings::default(),
             rule: None,
-            ending: PhantomData,
         }
     }
 }
 
 /// With a fresh `Arc` of the rule, which each request clones, to avoid contention.
-impl<R, E> Clone for Http<R, E> {
+impl<R> Clone for Http<R> {
     fn clone(&self) -> Self {
         Self {
             reject: Arc::clone(&self.reject),
@@ -240,19 +228,6 @@ impl<R, E> Clone for Http<R, E> {
                 .rule
                 .as_ref()
                 .map(|rule| Arc::new(HeadRule::clone(rule))),
-            ending: PhantomData,
         }
-    }
-}
-
-impl<R, E> fmt::Debug for Http<R, E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Http").finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Noted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Noted").finish_non_exhaustive()
     }
 }

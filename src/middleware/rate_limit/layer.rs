@@ -1,16 +1,14 @@
-//! The layer for HTTP, and the settings that only HTTP has.
-//!
-//! These methods of [`LimitLayer`] are here, since calls, which have no header fields and another
-//! rejection, share only the rest.
-
 use std::sync::Arc;
 
-use super::Http;
+use http::request::Parts;
+use http::response;
+
 use super::deadline::grpc_timeout;
+use super::{Http, SettledLayer};
 use crate::gate::{Gate, Holds, KeyExtractor, PolicySelector};
-use crate::middleware::headers::Headers;
-use crate::middleware::machine::{AsIs, Config, LimitLayer};
-use crate::middleware::reject::{HttpReject, IsResponse, Rejection};
+use crate::middleware::machine::{Config, LimitLayer};
+use crate::middleware::reject::HttpReject;
+use crate::settle::Settlement;
 use crate::store::Store;
 
 /// Limits the rate of requests to the services that it wraps: one check per request, and the inner service is called
@@ -47,15 +45,15 @@ use crate::store::Store;
 ///
 /// # Naming the type
 ///
-/// A field or a function's return type names the store, the extractor, the reject, and whether it settles. Box closures, which
-/// have no name, and types that are chosen at startup: `Box::new(extractor) as Box<dyn KeyExtractor>`.
+/// A field or a function's return type names the store, the extractor and, if it is not an [`HttpReject`], the reject. Box closures,
+/// which have no name, and types that are chosen at startup: `Box::new(extractor) as Box<dyn KeyExtractor>`.
 ///
 /// ```
 /// use http::Response;
 /// use tower_redis_ratelimit::extract::{ExtensionKey, KeyExtractor, Or, PeerIp};
-/// use tower_redis_ratelimit::reject::{HttpReject, Rejection};
-/// use tower_redis_ratelimit::{RateLimitLayer, RedisStore, rate_limit::UntilBodyEnd};
-/// # use tower_redis_ratelimit::{Policy, extract::by_extension};
+/// use tower_redis_ratelimit::reject::Rejection;
+/// use tower_redis_ratelimit::{RateLimitLayer, RedisStore, rate_limit::SettledLayer};
+/// # use tower_redis_ratelimit::{Policy, extract::by_extension, reject::HttpReject};
 /// # #[derive(Clone)]
 /// # struct User(u64);
 ///
@@ -65,7 +63,9 @@ use crate::store::Store;
 ///     by_user: RateLimitLayer<RedisStore, Or<ExtensionKey<User>, PeerIp>>,
 ///     by_choice: RateLimitLayer<RedisStore, Box<dyn KeyExtractor>>,
 ///     /// `.until_body_end()` or `.settle(..)`
-///     settled: RateLimitLayer<RedisStore, PeerIp, HttpReject, UntilBodyEnd>,
+///     settled: SettledLayer<RedisStore, PeerIp>,
+///     /// `.reject(HttpReject::new().json(..))`
+///     fixed: RateLimitLayer<RedisStore, PeerIp>,
 ///     /// `.reject_with(|rejection| ..)`, if the closure captures nothing
 ///     rejected: RateLimitLayer<RedisStore, PeerIp, fn(Rejection<'_>) -> Response<String>>,
 /// }
@@ -76,13 +76,16 @@ use crate::store::Store;
 /// #         by_user: RateLimitLayer::new(store.clone(), by_user.or(PeerIp), policy.clone()),
 /// #         by_choice: RateLimitLayer::new(store, Box::new(PeerIp) as Box<dyn KeyExtractor>, policy),
 /// #         settled: by_address.clone().until_body_end(),
+/// #         fixed: by_address.clone().reject(HttpReject::new().json("{}")),
 /// #         rejected: by_address.clone().reject_with(|rejection| HttpReject::new().response(rejection.reason())),
 /// #         by_address,
 /// #     }
 /// # }
 /// ```
 #[doc(alias("429", "throttle"))]
-pub type RateLimitLayer<S, K, R = HttpReject, E = AsIs> = LimitLayer<S, K, Http<R, E>>;
+pub struct RateLimitLayer<S, K, R = HttpReject> {
+    pub(in crate::middleware) inner: LimitLayer<S, K, Parts, Http<R>>,
+}
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
     /// Counts requests in `store`, under the keys that `extractor` finds and the policies that
@@ -97,103 +100,97 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             gate,
             protocol: Http::default(),
         };
-        Self::with_config(Arc::new(extractor), config)
+        Self {
+            inner: LimitLayer::new(Arc::new(extractor), config),
+        }
     }
 }
 
-impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
-    /// Sets how a request is rejected: by a [`Reject`](crate::reject::Reject). Defaults to [`HttpReject`]. For a
-    /// closure, see [`reject_with`](Self::reject_with).
-    #[must_use]
-    pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2, E> {
-        self.change_to(|Config { gate, protocol }| Config {
-            gate,
-            protocol: protocol.with_reject(reject),
-        })
-    }
-
-    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Set its status: `Response::new` has
-    /// 200, so the client would take a denial for a success. Like [`reject`](Self::reject), but the compiler infers the type
-    /// of the closure's argument:
+impl<S: Store, K, R> RateLimitLayer<S, K, R> {
+    /// Settles requests by their responses: the cost is then a reservation, which `rule` settles by the head of the
+    /// response. The response body becomes a [`TrackedBody`](crate::rate_limit::TrackedBody).
+    ///
+    /// Only failures count:
     ///
     /// ```
-    /// # use tower_redis_ratelimit::extract::Global;
-    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    /// use http::Response;
+    /// use http::StatusCode;
+    /// use tower_redis_ratelimit::extract::PeerIp;
+    /// use tower_redis_ratelimit::settle::Settlement;
+    /// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
-    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).reject_with(|rejection| {
-    ///     let mut response = Response::new(String::new());
-    ///     *response.status_mut() = rejection.status();
-    ///     response
+    /// let policy = Policy::new("login", Strategy::SlidingLog, Quota::per_minute(5))?;
+    /// let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy).settle(|response| match response.status {
+    ///     StatusCode::UNAUTHORIZED => Settlement::Keep,
+    ///     _ => Settlement::Refund,
     /// });
     /// # let _ = layer;
     /// # Ok(())
     /// # }
     /// ```
-    #[must_use]
-    pub fn reject_with<F, A>(self, reject: F) -> RateLimitLayer<S, K, F, E>
-    where
-        F: Fn(Rejection<'_>) -> A,
-        A: IsResponse,
-    {
-        self.reject(reject)
-    }
-
-    /// Lets the responses to denials have a status of success, as in JSON-RPC, where the body tells the error. Otherwise the
-    /// first such response of [`reject_with`](Self::reject_with) or [`reject`](Self::reject) is reported as
-    /// [misconfigured](crate::observe::Observer::misconfigured), except for one over gRPC, which has a `grpc-status`.
-    #[must_use]
-    pub fn denied_with_success(self) -> Self {
-        self.change(|config| config.protocol.answer.denies_with_success = true)
-    }
-
-    /// Sets which header fields report a decision to clients. Defaults to [`Headers::DRAFT_11`]: `RateLimit` and
-    /// `RateLimit-Policy`.
+    ///
+    /// At most five guesses can be in progress concurrently, since each reserves a failure.
+    ///
+    /// The rule may read the status, a header field of an upstream, or an extension that the
+    /// handler has inserted. For a cost that is known only later, use the
+    /// [`RequestCost`](crate::settle::RequestCost) in the request's extensions, which settles when the body
+    /// has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes, use
+    /// [`Settlement::Bytes`](crate::settle::Settlement::Bytes).
     ///
     /// ```
-    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::extract::HeaderKey;
+    /// # use tower_redis_ratelimit::settle::Settlement;
     /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    /// use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
-    ///
-    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
-    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-    /// // Also `X-RateLimit-Limit`, `X-RateLimit-Remaining`, and `X-RateLimit-Reset` as a Unix time.
-    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT_11.and(LegacyHeaders::GitHub));
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let policy = Policy::new("tokens", Strategy::Gcra, Quota::per_minute(60_000))?;
+    /// # let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key")?, policy);
+    /// let layer = layer.cost(|_| 500).settle(|response| {
+    ///     let tokens = response.headers.get("x-tokens").and_then(|tokens| tokens.to_str().ok()?.parse().ok());
+    ///     tokens.map_or(Settlement::AtEnd, Settlement::Cost)
+    /// });
     /// # let _ = layer;
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// - **Once.** Every request settles when it ends: by its response, the end of its body, an
+    ///   error, a panic, a timeout, or a client that disconnects. A request that ends without a
+    ///   response keeps its reservation, so that clients gain nothing by disconnecting early. If
+    ///   its `RequestCost` was used, it costs the amount that this has counted.
+    /// - **All policies**, including those of a [dry run](Self::dry_run) and of
+    ///   [shadows](Self::shadow).
+    /// - **Off the request path.** No response waits for it. A local store settles immediately; for
+    ///   other stores, the operation is queued before the response's end, ahead of the caller's later checks. Refunds never
+    ///   give a caller more quota than if the real cost had been charged in the first place.
+    /// - **In an outage** a [`Fallback`](crate::Fallback) settles in the store that decides.
+    ///   Without one, unsent operations are retried until they expire. Operations that may have
+    ///   been executed are not retried, so nothing is charged twice. The observer is
+    ///   [notified](crate::observe::Observer::failed) of losses.
+    /// - **With [waiting](Self::wait) requests** a bucket may have more than one burst reserved
+    ///   ahead. Then a cost beyond the reservation charges nothing. The charge of a request that has
+    ///   waited is refunded only if no later turn is reserved.
+    /// - **Header fields** and the [`Decision`](crate::check::Decision) of the response report the
+    ///   state when its head is sent: they include the rule's refund, but not what is settled at
+    ///   the end of the body.
     #[must_use]
-    pub fn headers(self, headers: Headers) -> Self {
-        self.change(|config| config.protocol.answer.headers = headers)
+    pub fn settle(
+        self,
+        rule: impl Fn(&response::Parts) -> Settlement + Send + Sync + 'static,
+    ) -> SettledLayer<S, K, R> {
+        SettledLayer::new(self.inner, Some(Arc::new(rule)))
     }
 
-    /// Adds the [`Decision`](crate::check::Decision) to the extensions of the response of an
-    /// admitted request, for outer layers and clients. If the response settles the request, it is
-    /// the settled decision. With nested layers, the innermost decision is kept. Defaults to
-    /// denials only, since it takes three allocations per request.
+    /// Keeps a request's charge and in-flight slot until the response body has ended or was
+    /// dropped, and every clone of its [`RequestCost`](crate::settle::RequestCost) is dropped. The request
+    /// then costs what the `RequestCost` has counted, or its reservation if the `RequestCost` was not used.
+    /// Equivalent to [`settle`](Self::settle) with a rule that always returns
+    /// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and replaces it.
     ///
-    /// ```
-    /// use http::{Request, Response};
-    /// use tower::{Layer, ServiceExt, service_fn};
-    /// use tower_redis_ratelimit::check::Decision;
-    /// use tower_redis_ratelimit::extract::Global;
-    /// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).decision_in_response();
-    /// let hello = |_| async { Ok::<_, std::io::Error>(Response::new("hello".to_owned())) };
-    /// let response = layer.layer(service_fn(hello)).oneshot(Request::new(())).await?;
-    /// assert_eq!(response.extensions().get().map(Decision::remaining), Some(49));
-    /// # Ok(())
-    /// # }
-    /// ```
+    /// The body of a response that upgrades the connection ends immediately: the connection's task
+    /// must keep a clone of the `RequestCost`, as a [recipe](crate::guide::recipes) shows.
+    #[doc(alias = "WebSocket")]
     #[must_use]
-    pub fn decision_in_response(self) -> Self {
-        self.change(|config| config.protocol.answer.shows_decision = true)
+    pub fn until_body_end(self) -> SettledLayer<S, K, R> {
+        SettledLayer::new(self.inner, None)
     }
 }

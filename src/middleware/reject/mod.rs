@@ -311,17 +311,6 @@ pub trait Reject<B> {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B>;
 }
 
-/// The return type of a closure for [`reject_with`](crate::RateLimitLayer::reject_with): a
-/// response.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` is not a response",
-    label = "the closure must return an `http::Response`",
-    note = "with axum, end the closure by `.into_response()`, as in `(rejection.status(), \"Not so fast\").into_response()`"
-)]
-pub trait IsResponse {}
-
-impl<B> IsResponse for Response<B> {}
-
 #[diagnostic::do_not_recommend]
 impl<F, B> Reject<B> for F
 where

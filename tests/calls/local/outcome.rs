@@ -4,7 +4,6 @@ use std::future::pending;
 
 use tower::limit::ConcurrencyLimit;
 use tower_redis_ratelimit::Limiter;
-use tower_redis_ratelimit::call_limit::UntilAnswer;
 use tower_redis_ratelimit::check::Mode;
 use tower_redis_ratelimit::settle::Settlement;
 
@@ -24,7 +23,9 @@ fn remaining(store: &LocalStore) -> u32 {
 
 /// A service that settles by its result: a text's first digit is the cost, and an error keeps the
 /// reservation.
-fn settling(store: &LocalStore) -> CallLimitLayer<LocalStore, ByTenant, Job, UntilAnswer<String>> {
+fn settling(
+    store: &LocalStore,
+) -> CallLimitLayer<LocalStore, ByTenant, Job, Result<String, BoxError>> {
     layer_with(store.clone(), "10/h").cost(|_| 4).settle(
         |answer: &Result<String, _>| match answer {
             Ok(printed) if printed.starts_with('0') => Settlement::Refund,

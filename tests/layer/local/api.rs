@@ -15,14 +15,14 @@ use tower_redis_ratelimit::extract::{
 };
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
 use tower_redis_ratelimit::rate_limit::{
-    AsIs, Ending, RateLimit, ResponseFuture, TrackedBody, UntilBodyEnd,
+    RateLimit, ResponseFuture, Settled, SettledFuture, SettledLayer, TrackedBody,
 };
 use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey, Reason, Reject, Rejection};
 use tower_redis_ratelimit::select::{Live, Tier, Tiers};
 use tower_redis_ratelimit::settle::{RequestCost, Reservation, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{
     AnyStore, AnyStoreFuture, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder,
-    ShareConfig, Store, StoreConfig, StoreError, StoreKind,
+    ShareConfig, StoreConfig, StoreError, StoreKind,
 };
 use tower_redis_ratelimit::{
     ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer,
@@ -75,15 +75,9 @@ fn shared_types_are_send_clone_and_debug() {
     shared::<RateLimitLayer<RedisStore, HeaderKey>>();
     shared::<RateLimitLayer<Fallback<RedisStore, LocalStore>, (PeerIp, HeaderKey), HttpReject>>();
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject>>();
-    shared::<RateLimitLayer<RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
-    shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
-    shared::<(
-        RequestCost,
-        Settlement,
-        AsIs,
-        Limiter<RedisStore>,
-        ReserveError,
-    )>();
+    shared::<SettledLayer<RedisStore, HeaderKey>>();
+    shared::<Settled<Hello, RedisStore, HeaderKey, HttpReject>>();
+    shared::<(RequestCost, Settlement, Limiter<RedisStore>, ReserveError)>();
     shared::<(
         LocalStore,
         RedisStore,
@@ -133,7 +127,7 @@ fn futures_can_be_spawned_and_shown() {
     spawnable::<ResponseFuture<Hello, LocalStore, String>>();
     spawnable::<ResponseFuture<Hello, RedisStore, axum::body::Body, HttpReject>>();
     spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, String, HttpReject>>();
-    spawnable::<ResponseFuture<Hello, RedisStore, axum::body::Body, HttpReject, UntilBodyEnd>>();
+    spawnable::<SettledFuture<Hello, RedisStore, axum::body::Body, HttpReject>>();
     spawnable::<(Reservation, TrackedBody<axum::body::Body>)>();
     spawnable::<(
         RedisFuture,
@@ -162,12 +156,12 @@ async fn the_response_future_is_nameable() {
 
 /// A custom service around a service that settles.
 #[derive(Debug, Clone)]
-struct Settling(RateLimit<Hello, LocalStore, HeaderKey, HttpReject, UntilBodyEnd>);
+struct Settling(Settled<Hello, LocalStore, HeaderKey>);
 
 impl Service<Request<String>> for Settling {
     type Response = Response<TrackedBody<String>>;
     type Error = Infallible;
-    type Future = ResponseFuture<Hello, LocalStore, String, HttpReject, UntilBodyEnd>;
+    type Future = SettledFuture<Hello, LocalStore, String>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Service::<Request<String>>::poll_ready(&mut self.0, cx)
@@ -178,17 +172,6 @@ impl Service<Request<String>> for Settling {
     }
 }
 
-/// Accepts layers of every ending, as a library would that is generic over them.
-fn around<S: Store, K: KeyExtractor, R, E: Ending>(
-    layer: &RateLimitLayer<S, K, R, E>,
-) -> impl Service<Request<String>, Response = Response<E::Body<String>>, Error = Infallible>
-+ use<S, K, R, E>
-where
-    R: Reject<String>,
-{
-    layer.layer(Hello)
-}
-
 #[tokio::test]
 async fn settling_types_are_nameable() {
     let store = LocalStore::default();
@@ -196,10 +179,6 @@ async fn settling_types_are_nameable() {
         200 => Settlement::Refund,
         _ => Settlement::Keep,
     });
-    let _ = (
-        around(&layer),
-        around(&layer_with(LocalStore::default(), "1/h")),
-    );
     let app: Router = Router::new()
         .route("/books", get(|| async { "hello" }))
         .layer(layer.clone());

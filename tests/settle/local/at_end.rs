@@ -9,7 +9,7 @@ use super::*;
 /// A service that streams the test's frames, and sends the charges to the test.
 #[expect(clippy::type_complexity, reason = "services have no short names")]
 fn streaming(
-    layer: RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd>,
+    layer: SettledLayer<LocalStore, Global>,
 ) -> (
     impl Service<
         Request<String>,

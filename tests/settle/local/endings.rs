@@ -279,7 +279,7 @@ fn case() -> impl proptest::strategy::Strategy<Value = Case> {
     )
 }
 
-type Everything = tower_redis_ratelimit::RateLimitLayer<Slow, ByNumber, HttpReject, UntilBodyEnd>;
+type Everything = SettledLayer<Slow, ByNumber>;
 type ByNumber = fn(&http::request::Parts) -> Option<Key>;
 
 fn by_number(request: &http::request::Parts) -> Option<Key> {

@@ -22,8 +22,7 @@ use tokio::sync::mpsc;
 use tower::{Layer, Service, service_fn};
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::rate_limit::{TrackedBody, UntilBodyEnd};
-use tower_redis_ratelimit::reject::HttpReject;
+use tower_redis_ratelimit::rate_limit::{SettledLayer, TrackedBody};
 use tower_redis_ratelimit::settle::{RequestCost, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
@@ -69,10 +68,7 @@ impl Count {
             .decision_in_response()
     }
 
-    pub(crate) fn settling(
-        &self,
-        settlement: Settlement,
-    ) -> RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd> {
+    pub(crate) fn settling(&self, settlement: Settlement) -> SettledLayer<LocalStore, Global> {
         self.layer().settle(move |_| settlement)
     }
 

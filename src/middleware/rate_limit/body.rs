@@ -10,7 +10,7 @@ use crate::settle::RequestCost;
 
 pin_project! {
     /// A response body whose end settles the request's charge: see
-    /// [`UntilBodyEnd`](crate::rate_limit::UntilBodyEnd).
+    /// [`SettledLayer`](crate::rate_limit::SettledLayer).
     ///
     /// It passes on the frames of the inner service's body. It ends with the last frame, with
     /// trailers, with an error, or when it is dropped. At its end it drops the inner body.
