@@ -37,8 +37,6 @@ impl<Req: 'static, A> Protocol<Req> for Calls<A> {
     type Noted = Option<Arc<AnswerRule<A>>>;
     type Error<E> = BoxError;
 
-    const FUTURE: &str = "CallFuture";
-
     #[inline]
     fn split(request: Req) -> (Req, ()) {
         (request, ())
