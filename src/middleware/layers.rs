@@ -1,5 +1,5 @@
-//! What [`RateLimitLayer`], [`SettledLayer`] and [`CallLimitLayer`] have in common: their settings, and
-//! the traits of the layers and of their services.
+//! The common settings of [`RateLimitLayer`], [`SettledLayer`] and [`CallLimitLayer`], and the traits of
+//! the layers and of their services.
 
 use std::fmt;
 use std::sync::Arc;
@@ -188,7 +188,7 @@ macro_rules! layer {
             /// Adds policies in dry-run mode, in addition to the enforced ones. May be called repeatedly.
             ///
             /// Only requests that pass are checked under them, one check per list of policies, at the
-            /// request's [cost](Self::cost). Their counts are separate from those of enforced policies,
+            /// request's [cost](Self::cost). Their counts are separate from the counts of enforced policies,
             /// even of the same name. The policies of several shadows need different names, or they share a
             /// count.
             ///
@@ -224,7 +224,7 @@ macro_rules! layer {
             }
 
             /// Sets the [`Observer`] of this layer's decisions, store failures and misconfigurations. The store gets
-            /// the same observer, unless one is set. Defaults to [a log of what needs attention](Observer);
+            /// this observer too, unless one is set. Defaults to [a log of problems](Observer);
             /// `()` disables it.
             #[must_use]
             pub fn observer(self, observer: impl Observer) -> Self

@@ -1,6 +1,7 @@
 //! The public API of the library, in `xtask/api.txt`: every item with its signature, bounds and
 //! trait implementations.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
@@ -34,7 +35,28 @@ pub(crate) fn save() -> Result {
     let list = list()?.ok_or_else(|| {
         format!("this Rust does not write rustdoc format {FORMAT}: use the Rust release that does")
     })?;
+    println!("{LIST}: {} types", types(&list).len());
     fs::write(root().join(LIST), list).map_err(|error| format!("{LIST}: {error}"))
+}
+
+/// Returns the names that a reader of the API meets: structs, enums, traits and aliases, each once
+/// even if it has two paths. Associated types are none.
+fn types(list: &str) -> BTreeSet<&str> {
+    list.lines().filter_map(declared).collect()
+}
+
+fn declared(line: &str) -> Option<&str> {
+    let (_, item) = line.split_once("pub ")?;
+    let (kind, path) = item.split_once(' ')?;
+    if !["struct", "enum", "trait", "type"].contains(&kind) {
+        return None;
+    }
+    let end = path.find(['<', '(', ' ']).unwrap_or(path.len());
+    let path = path[..end].trim_end_matches(':');
+    let (module, name) = path.rsplit_once("::").unwrap_or(("", path));
+    let parent = module.rsplit("::").next()?;
+    let is_of_type = parent.starts_with(char::is_uppercase);
+    (!is_of_type && name.starts_with(char::is_uppercase)).then_some(name)
 }
 
 /// Fails if the list differs from the API.
@@ -96,6 +118,25 @@ fn list() -> Result<Option<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_type_counts_once() {
+        let list = "\
+            pub mod store\n\
+            #[non_exhaustive] pub enum store::Share\n\
+            pub store::Share::Fixed(u32)\n\
+            pub struct store::Fallback<P, F>\n\
+            pub type store::Fallback<P, F>::Future = store::FallbackFuture<P, F>\n\
+            pub trait store::Store: core::clone::Clone\n\
+            pub type store::Store::Future: core::marker::Send\n\
+            pub type store::Alias<P> = store::Fallback<P, P>\n\
+            pub struct Fallback<P, F>\n\
+            pub fn Fallback<P, F>::new(P, F) -> Self\n\
+            pub struct Policies(_)\n\
+            pub type &'a Policies::Item = &'a Policy\n";
+        let expected = ["Alias", "Fallback", "Policies", "Share", "Store"];
+        assert!(types(list).into_iter().eq(expected), "{:?}", types(list));
+    }
 
     #[test]
     fn changed_signatures_are_found() {

@@ -7,14 +7,14 @@ use crate::gate::{Grant, Notifier, Refusal};
 use crate::middleware::machine::{Protocol, Serve};
 use crate::settle::{RequestCost, Settlement};
 
-/// Requests of any type, whose refusals are errors. The rule of `settle` reads answers `A`, and `()` stands for no rule.
+/// Requests of any type, whose refusals are errors. `A` is the argument of the rule of `settle`, or `()` without a rule.
 pub(in crate::middleware) struct Calls<A> {
     pub(super) rule: Option<Arc<AnswerRule<A>>>,
 }
 
 type AnswerRule<A> = dyn Fn(&A) -> Settlement + Send + Sync;
 
-/// What a rule reads of a call with the response `Res`.
+/// The argument of the rule of a service with the response `Res`.
 pub(super) trait CallAnswer<Res>: Sized {
     fn settlement(rule: &AnswerRule<Self>, result: &Result<Res, BoxError>) -> Settlement;
 }
@@ -36,8 +36,6 @@ impl<Req: 'static, A> Protocol<Req> for Calls<A> {
     type Body = ();
     type Noted = Option<Arc<AnswerRule<A>>>;
     type Error<E> = BoxError;
-
-    const FUTURE: &str = "CallFuture";
 
     #[inline]
     fn split(request: Req) -> (Req, ()) {

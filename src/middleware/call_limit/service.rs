@@ -83,7 +83,7 @@ where
     type Output = Result<T::Response, BoxError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, _) = ready!(self.project().inner.poll(cx))?;
+        let (response, _) = ready!(self.project().inner.poll(cx, "CallFuture"))?;
         Poll::Ready(Ok(response))
     }
 }
@@ -97,7 +97,7 @@ where
     type Output = Result<Res, BoxError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, _) = ready!(self.project().inner.poll(cx))?;
+        let (response, _) = ready!(self.project().inner.poll(cx, "CallFuture"))?;
         Poll::Ready(Ok(response))
     }
 }

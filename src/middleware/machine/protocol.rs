@@ -15,9 +15,6 @@ pub(in crate::middleware) trait Protocol<Req> {
     /// The error of the public service around an inner service with the error `E`.
     type Error<E>;
 
-    /// The name of the public future.
-    const FUTURE: &str;
-
     fn split(request: Req) -> (Self::Head, Self::Body);
 
     /// Prepares an admitted request for the inner service.

@@ -200,21 +200,27 @@ where
     }
 }
 
-impl<T, S, P, Req> Future for LimitFuture<T, S, P, Req>
+/// The output of a [`LimitFuture`].
+type Served<Response, Error> = Result<(Response, Option<RequestCost>), Error>;
+
+impl<T, S, P, Req> LimitFuture<T, S, P, Req>
 where
     T: Service<Req> + Clone,
     S: Store,
     P: Serve<T, Req>,
 {
-    type Output = Result<(T::Response, Option<RequestCost>), P::Error<T::Error>>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+    /// Polls for the public future `name`.
+    pub(in crate::middleware) fn poll(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        name: &'static str,
+    ) -> Poll<Served<T::Response, P::Error<T::Error>>> {
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { mut pending, held } => {
                     let Some(request) = held else {
-                        polled_after_completion(P::FUTURE);
+                        polled_after_completion(name);
                     };
                     let HeldRequest {
                         config,
@@ -233,7 +239,7 @@ where
                     let admitted = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
                     let Some(decided) = held.take() else {
-                        polled_after_completion(P::FUTURE);
+                        polled_after_completion(name);
                     };
                     State::decided(decided, admitted)
                 }
@@ -258,7 +264,7 @@ where
                 StateProj::Answered { result, grant } => {
                     ready!(grant.poll_shadows(cx));
                     let Some(result) = result.take() else {
-                        polled_after_completion(P::FUTURE);
+                        polled_after_completion(name);
                     };
                     return Poll::Ready(P::finish(result, grant));
                 }

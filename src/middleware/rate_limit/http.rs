@@ -51,8 +51,6 @@ impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
     type Noted = Noted;
     type Error<E> = E;
 
-    const FUTURE: &str = "ResponseFuture";
-
     #[inline]
     fn split(request: Request<ReqBody>) -> (Parts, ReqBody) {
         request.into_parts()

@@ -132,7 +132,7 @@ impl<S: Store, K, R> RateLimitLayer<S, K, R> {
     /// At most five guesses can be in progress concurrently, since each reserves a failure.
     ///
     /// The rule may read the status, a header field of an upstream, or an extension that the
-    /// handler has inserted. For a cost that is known only later, use the
+    /// handler has inserted. For a cost that depends on the body, use the
     /// [`RequestCost`](crate::settle::RequestCost) in the request's extensions, which settles when the body
     /// has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes, use
     /// [`Settlement::Bytes`](crate::settle::Settlement::Bytes).
@@ -157,7 +157,7 @@ impl<S: Store, K, R> RateLimitLayer<S, K, R> {
     ///   error, a panic, a timeout, or a client that disconnects. A request that ends without a
     ///   response keeps its reservation, so that clients gain nothing by disconnecting early. If
     ///   its `RequestCost` was used, it costs the amount that this has counted.
-    /// - **All policies**, including those of a [dry run](Self::dry_run) and of
+    /// - **All policies**, including the policies of a [dry run](Self::dry_run) and of
     ///   [shadows](Self::shadow).
     /// - **Off the request path.** No response waits for it. A local store settles immediately; for
     ///   other stores, the operation is queued before the response's end, ahead of the caller's later checks. Refunds never

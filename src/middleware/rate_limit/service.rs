@@ -63,7 +63,7 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         // Always without a charge, since the layer does not settle.
-        let (response, _) = ready!(self.project().inner.poll(cx))?;
+        let (response, _) = ready!(self.project().inner.poll(cx, "ResponseFuture"))?;
         Poll::Ready(Ok(response))
     }
 }

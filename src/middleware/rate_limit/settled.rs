@@ -86,7 +86,7 @@ where
     type Output = Result<Response<TrackedBody<ResBody>>, T::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, charge) = ready!(self.project().inner.poll(cx))?;
+        let (response, charge) = ready!(self.project().inner.poll(cx, "SettledFuture"))?;
         if response.status() == StatusCode::SWITCHING_PROTOCOLS
             && let Some(charge) = &charge
         {

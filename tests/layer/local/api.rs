@@ -1,5 +1,6 @@
 //! Compile-time checks of the public types.
 
+use std::any::type_name_of_val;
 use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::{Ready, ready};
@@ -25,8 +26,8 @@ use tower_redis_ratelimit::store::{
     ShareConfig, StoreConfig, StoreError, StoreKind,
 };
 use tower_redis_ratelimit::{
-    ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer,
-    RedisStore, Strategy,
+    CallLimitLayer, ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota,
+    RateLimitLayer, RedisStore, Strategy,
 };
 
 use crate::mocks::*;
@@ -241,6 +242,37 @@ async fn layers_are_clone_and_debug_without_bounds() {
         send(&rejecting.layer(Hello), request("alice")).await.body(),
         "rigid"
     );
+}
+
+/// Checks the names of a layer, its service and its future in `Debug` and in the compiler's messages.
+fn check_names<L, Req>(layer: &L, request: Req, names: [&str; 3])
+where
+    L: Layer<Hello, Service: Service<Req, Future: Debug> + Debug> + Debug,
+{
+    let mut service = layer.layer(Hello);
+    let future = service.call(request);
+    let shown = [
+        (format!("{layer:?}"), type_name_of_val(layer)),
+        (format!("{service:?}"), type_name_of_val(&service)),
+        (format!("{future:?}"), type_name_of_val(&future)),
+    ];
+    for ((debug, path), name) in shown.into_iter().zip(names) {
+        assert!(debug.starts_with(&format!("{name} {{")), "{debug}");
+        assert!(path.contains(&format!("::{name}<")), "{path}");
+        assert!(!path.contains("machine"), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn layers_show_their_public_names() {
+    let plain = layer("1/h");
+    let names = ["RateLimitLayer", "RateLimit", "ResponseFuture"];
+    check_names(&plain, request("alice"), names);
+    let names = ["SettledLayer", "Settled", "SettledFuture"];
+    check_names(&plain.until_body_end(), request("alice"), names);
+    let calls = CallLimitLayer::new(LocalStore::default(), Global, gcra("api", "1/h"));
+    let names = ["CallLimitLayer", "CallLimit", "CallFuture"];
+    check_names(&calls, request("alice"), names);
 }
 
 #[tokio::test]

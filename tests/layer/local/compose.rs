@@ -5,6 +5,7 @@ use std::convert::Infallible;
 use axum::routing::get;
 use axum::{Extension, Router};
 use http::{Request, Response};
+use tower::util::option_layer;
 use tower::{Layer, Service, ServiceBuilder, service_fn};
 use tower_redis_ratelimit::check::Decision;
 use tower_redis_ratelimit::extract::Global;
@@ -47,6 +48,18 @@ async fn on_a_router_everything_is_counted() {
         statuses(&app, &["/nowhere", "/more", "/", "/nowhere"]).await,
         [404, 200, 429, 429]
     );
+}
+
+#[tokio::test]
+async fn an_optional_layer_keeps_the_response_type() {
+    for (limits, expected) in [(Some(layer("1/h")), [200, 429]), (None, [200, 200])] {
+        let service = option_layer(limits.clone()).layer(service_fn(hello::<String>));
+        assert_eq!(statuses(&service, &["/", "/"]).await, expected);
+        let app: Router = Router::new()
+            .route("/", get(|| async { "hello" }))
+            .layer(option_layer(limits.map(|_| layer("1/h"))));
+        assert_eq!(statuses(&app, &["/", "/"]).await, expected);
+    }
 }
 
 #[tokio::test]

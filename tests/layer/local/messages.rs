@@ -32,10 +32,10 @@ fn complaint(statements: &str) -> Option<String> {
             "--extern=tower_redis_ratelimit={}",
             library.display()
         ))
-        .arg(format!(
-            "--extern=tower_layer={}",
-            self::library("tower_layer").display()
-        ))
+        .args(
+            ["http", "tower_layer", "tower_service"]
+                .map(|name| format!("--extern={name}={}", self::library(name).display())),
+        )
         .arg(format!(
             "-Ldependency={}",
             library.parent().unwrap().display()
@@ -505,12 +505,85 @@ fn a_store_in_an_arc_is_cloned_instead() {
     );
 }
 
+/// The names are those of the guide, without the types behind them.
+#[test]
+fn wrong_layer_types_are_named_plainly() {
+    let layer = "RateLimitLayer::new(LocalStore::default(), Global, policy)";
+    let field = |of: &str, layer: &str| {
+        format!(
+            "use rate_limit::SettledLayer;
+             struct Limits {{ api: {of} }}
+             let _ = Limits {{ api: {layer} }};"
+        )
+    };
+    fixes(
+        &field("RateLimitLayer<LocalStore, PeerIp>", layer),
+        &["expected `PeerIp`, found `Global`"],
+        &field("RateLimitLayer<LocalStore, Global>", layer),
+    );
+    let fixed = format!("{layer}.reject(HttpReject::new().json(\"{{}}\"))");
+    fixes(
+        &field("SettledLayer<LocalStore, Global>", &fixed),
+        &[
+            "expected `SettledLayer<LocalStore, Global>`",
+            "found `RateLimitLayer<LocalStore, Global>`",
+        ],
+        &field("RateLimitLayer<LocalStore, Global>", &fixed),
+    );
+    let calls = "CallLimitLayer::new(LocalStore::default(), Global, policy)
+                     .settle(|_: &Result<bool, _>| Settlement::Keep)";
+    let settled = "Result<bool, Box<dyn std::error::Error + Send + Sync>>";
+    fixes(
+        &field("CallLimitLayer<LocalStore, Global, u32>", calls),
+        &[
+            "expected `CallLimitLayer<LocalStore, Global, u32>`",
+            "found struct `tower_redis_ratelimit::CallLimitLayer<_, _, _, Result<bool, ",
+        ],
+        &field(
+            &format!("CallLimitLayer<LocalStore, Global, u32, {settled}>"),
+            calls,
+        ),
+    );
+}
+
+#[test]
+fn a_rule_reads_the_responses_of_its_service() {
+    let settled_by = |response: &str| {
+        format!(
+            "use std::{{convert::Infallible, future::Ready, task::{{Context, Poll}}}};
+             #[derive(Clone)]
+             struct Double;
+             impl tower_service::Service<u32> for Double {{
+                 type Response = u32;
+                 type Error = Infallible;
+                 type Future = Ready<Result<u32, Infallible>>;
+                 fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {{
+                     Poll::Ready(Ok(()))
+                 }}
+                 fn call(&mut self, number: u32) -> Self::Future {{
+                     std::future::ready(Ok(2 * number))
+                 }}
+             }}
+             let layer = CallLimitLayer::new(LocalStore::default(), Global, policy)
+                 .settle(|_: &Result<{response}, _>| Settlement::Keep);
+             let mut service = tower_layer::Layer::layer(&layer, Double);
+             let _ = tower_service::Service::call(&mut service, 1);"
+        )
+    };
+    fixes(
+        &settled_by("bool"),
+        &["type mismatch resolving `<Double as Service<u32>>::Response == bool`"],
+        &settled_by("u32"),
+    );
+}
+
 /// The compiler reports these errors without a text of this crate. The pitfalls of the guide quote them.
 #[test]
 fn the_guide_quotes_errors_without_a_text() {
     const PAGE: &str = include_str!("../../../docs/pitfalls.md");
     let limits = "RateLimitLayer<LocalStore, Global";
     let layer = "RateLimitLayer::new(LocalStore::default(), Global, policy)";
+    let closure = "|rejection| HttpReject::new().reject(rejection)";
     for (quoted, wrong, right) in [
         (
             "Store` is not dyn compatible",
@@ -518,10 +591,17 @@ fn the_guide_quotes_errors_without_a_text() {
             "fn limits(_: AnyStore) {}".to_owned(),
         ),
         (
-            "found struct `LimitLayer<_, _, Http<_, UntilBodyEnd>>`",
+            "found `SettledLayer<LocalStore, Global>`",
             format!("let _: {limits}> = {layer}.until_body_end();"),
             format!(
-                "let _: {limits}, HttpReject, rate_limit::UntilBodyEnd> = {layer}.until_body_end();"
+                "let _: rate_limit::SettledLayer<LocalStore, Global> = {layer}.until_body_end();"
+            ),
+        ),
+        (
+            "expected `HttpReject`, found closure",
+            format!("let _: {limits}> = {layer}.reject_with({closure});"),
+            format!(
+                "let _: {limits}, fn(Rejection<'_>) -> http::Response<String>> = {layer}.reject_with({closure});"
             ),
         ),
     ] {
