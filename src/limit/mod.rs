@@ -40,7 +40,7 @@ pub(crate) use decision::Verdicts;
 pub(crate) use duration::micros;
 pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{PolicyKind, is_name};
-pub(crate) use strategy::{Frees, Snapshot, State, strategies};
+pub(crate) use strategy::{Frees, Snapshot, State, Writer, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};
 pub(crate) use words::words;

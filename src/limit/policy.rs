@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::strategy::{Frees, Params};
+use super::strategy::{Frees, Params, Writer};
 use super::{Quota, Strategy, in_flight, span};
 use crate::error::ConfigError;
 
@@ -18,11 +18,17 @@ use crate::error::ConfigError;
 ///   [`SlidingWindow`](Strategy::SlidingWindow) and [`SlidingCounter`](Strategy::SlidingCounter),
 ///   the span is the period, with the alignment or the cells. Two policies that differ only in the
 ///   limit share a count, and each compares it with its own limit.
-/// - For the buckets [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
-///   [`LeakyBucket`](Strategy::LeakyBucket), the span is the whole quota.
+/// - The buckets [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
+///   [`LeakyBucket`](Strategy::LeakyBucket) have no span: another quota continues the count. A token
+///   bucket that refills by the interval is a separate count.
 ///
-/// Policies of different spans count independently, for example while a rolling deploy changes a
-/// quota: a caller of both gets at most their sum. Limits that apply together in one check, such as
+/// A bucket's count keeps the units that were used under another quota, as they have drained since
+/// at its rate. All quotas that are used under one name, for example while a rolling deploy changes
+/// it, together grant at most what the largest burst and the fastest rate of them give; two refills
+/// more if the bucket refills by the interval. After a change to a faster quota, a denied caller
+/// waits at the new rate. After a change to a slower one, the old rate drains the old grants.
+///
+/// Policies of different spans count independently. Limits that apply together in one check, such as
 /// one per minute and one per hour, need different names. A clone is the same policy.
 ///
 /// With the feature `serde`, a policy is a table: `{ name = "api", strategy = "gcra", quota =
@@ -222,6 +228,9 @@ impl Policy {
         let mut policy = Self::new(name, Strategy::Gcra, Quota::per(BURST, max))?;
         if let Some(inner) = Arc::get_mut(&mut policy.0) {
             inner.is_pause = true;
+            // A debt under another maximum would be another time.
+            inner.span = span::of_pause(inner.quota).into();
+            inner.id = count_id(name, inner.kind, &inner.span);
         }
         Ok(policy)
     }
@@ -249,8 +258,7 @@ impl Policy {
 
     fn with_params(name: &str, kind: PolicyKind, quota: Quota, params: Params) -> Self {
         let span = span::of(kind, quota).into_boxed_str();
-        let mut hasher = DefaultHasher::new();
-        (name, kind.letter(), &span).hash(&mut hasher);
+        let id = count_id(name, kind, &span);
         Self(Arc::new(SharedPolicy {
             name: name.into(),
             kind,
@@ -260,7 +268,7 @@ impl Policy {
             whole: None,
             is_pause: false,
             span,
-            id: hasher.finish(),
+            id,
         }))
     }
 
@@ -337,7 +345,8 @@ impl Policy {
     /// Turns the policy into a share of `whole`, with the count of `whole`.
     fn of(mut self, whole: Self, instances: NonZeroU32) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
-            inner.params = inner.params.share_of(whole.params(), instances);
+            let share = inner.params.share_of(whole.params(), instances);
+            inner.params = share.part_of(whole.params());
             inner.span = whole.0.span.clone();
             inner.id = whole.0.id;
             inner.whole = Some(whole);
@@ -396,10 +405,77 @@ impl Policy {
         Self::of_kind(name, kind, quota).ok()
     }
 
+    /// Returns the bucket of this name and strategy that the value of a count names. `None` if no quota has this code.
+    pub(crate) fn written_by(&self, writer: Writer) -> Option<Self> {
+        let [interval, ticks, capacity] = writer.numbers()?;
+        let quota = match self.frees() {
+            Frees::InBatches => {
+                let period = Duration::from_micros(interval as u64);
+                let limit = u32::try_from(ticks).ok()?;
+                Quota::per(limit, period)
+            }
+            Frees::Gradually => gradual_quota(interval, ticks, capacity)?,
+            _ => return None,
+        };
+        let capacity = u32::try_from(capacity).ok()?;
+        let quota = if capacity == quota.limit() {
+            quota
+        } else {
+            quota.burst(capacity)
+        };
+        self.with_quota(quota).ok()
+    }
+
     /// Returns the address of the policy in memory, which clones share.
     pub(super) fn address(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
+}
+
+/// Returns a quota of this rate with a simple text: its limit is the capacity, or its period is a unit of time.
+fn gradual_quota(interval: i64, ticks: i64, capacity: i64) -> Option<Quota> {
+    const SECOND: i64 = 1_000_000;
+    const MINUTE: i64 = 60 * SECOND;
+    const HOUR: i64 = 60 * MINUTE;
+    const DAY: i64 = 24 * HOUR;
+    let quota = |limit: i64, period: i64| {
+        let limit = u32::try_from(limit).ok().filter(|limit| *limit > 0)?;
+        Some(Quota::per(
+            limit,
+            Duration::from_micros(u64::try_from(period).ok()?),
+        ))
+    };
+    // The limit in a period, if it is a whole number.
+    let limit_in = |period: i64| {
+        let units = i128::from(period) * i128::from(ticks);
+        let limit = units / i128::from(interval);
+        let is_whole = units % i128::from(interval) == 0;
+        i64::try_from(limit).ok().filter(|_| is_whole)
+    };
+    let full = i128::from(capacity) * i128::from(interval);
+    let refilled_in = (full % i128::from(ticks) == 0).then_some(full / i128::from(ticks));
+    let refilled_in = refilled_in.and_then(|period| i64::try_from(period).ok());
+    if let Some(period) = refilled_in
+        && (period % SECOND == 0 && limit_in(SECOND).is_none()
+            || [SECOND, MINUTE, HOUR, DAY].contains(&period))
+    {
+        return quota(capacity, period);
+    }
+    for period in [SECOND, MINUTE, HOUR, DAY] {
+        if let Some(limit) = limit_in(period)
+            && let Some(quota) = quota(limit, period)
+        {
+            return Some(quota);
+        }
+    }
+    quota(ticks, interval)
+}
+
+/// Returns the identity of a count within this process.
+fn count_id(name: &str, kind: PolicyKind, span: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (name, kind.letter(), span).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// Returns an error if a quota cannot be [leased](Policy::leased) for this time.

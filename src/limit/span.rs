@@ -6,18 +6,20 @@
 //! | [`FixedWindow`](Strategy::FixedWindow) | period and alignment | `1m`, `1d+22h`, `1m+hit` |
 //! | [`SlidingLog`](Strategy::SlidingLog), [`SlidingCounter`](Strategy::SlidingCounter) | period | `15m` |
 //! | [`SlidingWindow`](Strategy::SlidingWindow) | period and number of cells | `1m/10` |
-//! | [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket), [`TokenBucket`](Strategy::TokenBucket) | whole quota, and `i` for a refill by the interval | `100/s`, `100/s+200`, `100/s,i` |
+//! | [`TokenBucket`](Strategy::TokenBucket), refilled by the interval | `i` | `i` |
+//! | [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket), other [`TokenBucket`](Strategy::TokenBucket) | none | |
+//! | a pause | its quota | `2147483648/m` |
 //! | requests in flight | none | |
 //!
-//! The limit of a window is not part of its span, so that the count continues if the limit changes.
-//! A bucket's level has a meaning only under the bucket's own quota.
+//! The limit of a window is not part of its span, so that the count continues if the limit changes. That of a bucket
+//! continues under any quota: its value names the quota.
 
 use super::{Align, PolicyKind, Quota, Refill, Strategy, duration};
 
 const FIRST_HIT: &str = "hit";
-const INTERVAL: &str = ",i";
+const INTERVAL: &str = "i";
 
-/// Returns the span of a policy's count; empty for requests in flight.
+/// Returns the span of a policy's count; empty for requests in flight and for gradual buckets.
 pub(super) fn of(kind: PolicyKind, quota: Quota) -> String {
     let PolicyKind::Rate(strategy) = kind else {
         return String::new();
@@ -31,24 +33,20 @@ pub(super) fn of(kind: PolicyKind, quota: Quota) -> String {
         }
         Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
         Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
-        Strategy::TokenBucket(Refill::Interval) => bucket(quota) + INTERVAL,
+        Strategy::TokenBucket(Refill::Interval) => INTERVAL.to_owned(),
         Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => {
-            bucket(quota)
+            String::new()
         }
     }
 }
 
-fn bucket(quota: Quota) -> String {
-    let rate = Quota::per(quota.limit(), quota.period());
-    if quota.capacity() == quota.limit() {
-        rate.to_string()
-    } else {
-        format!("{rate}+{}", quota.capacity())
-    }
+/// Returns the span of a pause: its level is a time under its own quota only.
+pub(super) fn of_pause(quota: Quota) -> String {
+    quota.to_string()
 }
 
-/// Parses a span, given the kind's letter in keys. A span does not contain the limit of a window,
-/// so that is 1. `None` if no policy has this span.
+/// Parses a span, given the kind's letter in keys. A span contains neither the limit of a window nor the quota of a
+/// bucket, so that is 1. `None` if no policy has this span.
 pub(super) fn read(letter: &str, span: &str) -> Option<(PolicyKind, Quota)> {
     let kind = PolicyKind::of_letter(letter)?;
     let PolicyKind::Rate(strategy) = kind else {
@@ -58,8 +56,12 @@ pub(super) fn read(letter: &str, span: &str) -> Option<(PolicyKind, Quota)> {
         Strategy::FixedWindow(_) => read_fixed_window(span)?,
         Strategy::SlidingWindow { .. } => read_sliding_window(span)?,
         Strategy::SlidingLog | Strategy::SlidingCounter => (strategy, read_period(span)?),
-        Strategy::TokenBucket(_) => read_token_bucket(span)?,
-        Strategy::LeakyBucket | Strategy::Gcra => (strategy, read_bucket(span)?),
+        Strategy::TokenBucket(_) if span == INTERVAL => (
+            Strategy::TokenBucket(Refill::Interval),
+            Quota::per_second(1),
+        ),
+        Strategy::TokenBucket(_) => (Strategy::TokenBucket(Refill::Greedy), Quota::per_second(1)),
+        Strategy::LeakyBucket | Strategy::Gcra => (strategy, Quota::per_second(1)),
     };
     let kind = PolicyKind::Rate(strategy);
     // Reject text that `of` would not write: two spans of one count would be two keys.
@@ -85,23 +87,6 @@ fn read_sliding_window(span: &str) -> Option<(Strategy, Quota)> {
     let (period, cells) = span.split_once('/')?;
     let cells = cells.parse().ok()?;
     Some((Strategy::SlidingWindow { cells }, read_period(period)?))
-}
-
-fn read_token_bucket(span: &str) -> Option<(Strategy, Quota)> {
-    let (bucket, refill) = match span.strip_suffix(INTERVAL) {
-        Some(bucket) => (bucket, Refill::Interval),
-        None => (span, Refill::Greedy),
-    };
-    Some((Strategy::TokenBucket(refill), read_bucket(bucket)?))
-}
-
-/// Parses the quota of a bucket: a rate, and a burst that differs from its limit.
-fn read_bucket(text: &str) -> Option<Quota> {
-    let Some((rate, burst)) = text.split_once('+') else {
-        return text.parse().ok();
-    };
-    let rate: Quota = rate.parse().ok()?;
-    Some(rate.burst(burst.parse().ok()?))
 }
 
 /// Returns a quota of this period. Its limit is 1, since the span does not contain it.
@@ -131,24 +116,16 @@ mod tests {
             (Strategy::SlidingLog, "5/15m", "15m"),
             (Strategy::SlidingCounter, "5/60m", "1h"),
             (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
-            (Strategy::TokenBucket(Refill::Greedy), "5/m", "5/m"),
-            (
-                Strategy::TokenBucket(Refill::Interval),
-                "5/m burst 7",
-                "5/m+7,i",
-            ),
-            (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
-            (Strategy::Gcra, "100/s burst 200", "100/s+200"),
+            (Strategy::TokenBucket(Refill::Greedy), "5/m", ""),
+            (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "i"),
+            (Strategy::LeakyBucket, "1000/h burst 1000", ""),
+            (Strategy::Gcra, "100/s burst 200", ""),
         ] {
             let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
             assert_eq!(policy.span(), span);
             let (kind, quota) = read(strategy.letter(), span).unwrap();
             let again = Policy::of_kind("api", kind, quota).unwrap();
             assert_eq!((again.span(), again.id()), (span, policy.id()));
-            assert!(
-                !policy.frees().has_burst()
-                    || again.quota().capacity() == policy.quota().capacity()
-            );
         }
         assert_eq!(Policy::in_flight("up", 3).unwrap().span(), "");
     }
@@ -156,10 +133,10 @@ mod tests {
     #[test]
     fn other_texts_are_no_span() {
         for (letter, span) in [
-            ("g", ""),
+            ("g", "5/m"),
             ("g", "5/60s"),
             ("g", "5/m+5"),
-            ("g", "5/m,i"),
+            ("g", "i"),
             ("g", "0/m"),
             ("g", "5/m:x"),
             ("g", "5/m burst 7"),

@@ -105,6 +105,7 @@ fn a_warmed_state_grants_no_more() {
                 let followed = Snapshot {
                     used: params.capacity - verdict.remaining,
                     until: now + verdict.reset,
+                    writer: params.writer,
                 };
                 let resumed = State::resume(strategy.into(), params, now, followed);
                 let room = |state: &State, at: i64| preview(state, params, at).room;
