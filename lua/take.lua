@@ -70,8 +70,12 @@ if writer == own and at <= now then
     if #text ~= 13 then
       text = string.format('%.0f', ms)
     end
-    state = encode(METER, now, charged, ms % 1099511627776)
-    written = redis_pcall('SET', key, state .. string.sub(ARGV[1], 25), 'PXAT', text)
+    local whole = encode(OWN, now, charged, ms % 1099511627776, own)
+    if #ARGV[1] > 32 then
+      whole = whole .. string.sub(ARGV[1], 33)
+    end
+    state = string.sub(whole, 1, METER_LENGTH)
+    written = redis_pcall('SET', key, whole, 'PXAT', text)
   end
   if written == OWN_LENGTH or not written.err then
     return state

@@ -464,6 +464,7 @@ fn policy_names(rows: &[Row]) -> Vec<String> {
     }
     let name = |row: &Row| match kinds[row.policy.as_str()].len() {
         1 => row.policy.clone(),
+        _ if row.span.is_empty() => format!("{} {}", row.policy, row.strategy),
         _ => format!("{} {} {}", row.policy, row.strategy, row.span),
     };
     rows.iter().map(name).collect()

@@ -326,7 +326,7 @@ async fn strategies_under_one_name_are_separate() {
     for args in [&["limited"][..], &["caller", "ann"]] {
         for shown in [service.inspect(args), service.without_settings(args)] {
             for name in names {
-                let row = format!(" api {name} 5/h ");
+                let row = format!(" api {name} ");
                 assert_eq!(shown.matches(&row).count(), 1, "{row}: {shown}");
             }
             assert_eq!(shown.matches("denied for").count(), 3, "{shown}");
@@ -334,10 +334,36 @@ async fn strategies_under_one_name_are_separate() {
     }
     let reset = service.inspect(&["reset", "ann"]);
     for name in names {
-        let row = format!("reset `api {name} 5/h` of ann: 0 of 5 were left, and 5 are\n");
+        let row = format!("reset `api {name}` of ann: 0 of 5 were left, and 5 are\n");
         assert!(reset.contains(&row), "{row}: {reset}");
     }
     assert_eq!(service.inspect(&["caller", "ann", "--json"]), "[]\n");
+}
+
+/// A caller has changed its plan: the quota that has counted last is shown, in the text of the settings.
+#[tokio::test]
+async fn a_bucket_is_shown_under_its_last_quota() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    for (quota, shown) in [
+        ("60/m", "60/m"),
+        ("1000/h burst 50", "50/3m"),
+        ("100/s burst 200", "100/s burst 200"),
+        ("7/10s", "7/10s"),
+        ("100/h", "100/h"),
+    ] {
+        let policies = Policies::from(bucket("api", quota));
+        let take = Check::take(Key::new("ann"), &policies, 1);
+        assert!(service.store.check(take).await.unwrap().is_allowed());
+        let json = service.without_settings(&["caller", "ann", "--json"]);
+        let json: Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(json[0]["quota"], shown, "{quota}");
+    }
+    let json: Value = serde_json::from_str(&service.inspect(&["caller", "ann", "--json"])).unwrap();
+    assert_eq!(
+        (&json[0]["quota"], json.as_array().unwrap().len()),
+        (&"100/h".into(), 1)
+    );
 }
 
 #[tokio::test]
