@@ -20,7 +20,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     tracing_subscriber::fmt().init();
     let store = AnyStore::from_env("REDIS_URL")?;
     let key = HeaderKey::new("x-api-key")?.or(PeerIp);
-    let policy = Policy::new("api", Strategy::Gcra, "10/min".parse()?)?;
+    let policy = Policy::new("api", Strategy::Gcra, "10/min")?;
     let limits = RateLimitLayer::new(store, key, policy);
     let app = Router::new()
         .route("/", get(|| async { "hello" }))

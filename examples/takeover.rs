@@ -62,7 +62,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .into());
     }
     let prefix = prefix.strip_suffix('*').unwrap_or(prefix);
-    let policy = Policy::new(name.as_str(), strategy, quota.parse()?)?;
+    let policy = Policy::new(name.as_str(), strategy, quota)?;
     let period = policy.quota().period().as_secs_f64();
     let limit = f64::from(policy.quota().limit());
     let interval = period / limit;

@@ -2,6 +2,7 @@
 //! module can use it.
 
 use std::borrow::Cow;
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 
@@ -41,19 +42,34 @@ impl ConfigError {
 /// of a secret key), `://` or the `user:` before an `@` (a password), or `-----BEGIN` (a private
 /// key). Ignores case, and also matches inside a text that is not a valid key, URL or PEM.
 pub(crate) fn redacted(text: &str) -> Cow<'_, str> {
+    // Only ASCII letters differ, so a place in one text is the same place in the other.
     let lower = text.to_ascii_lowercase();
-    let after = |mark: &str| Some(lower.find(mark)? + mark.len());
-    let colon_in = |from: usize, to: usize| Some(from + lower[from..to].find(':')? + 1);
-    let ends = [
-        after("://"),
-        after("-----begin"),
-        after("secret").and_then(|from| colon_in(from, lower.len())),
-        lower.rfind('@').and_then(|to| colon_in(0, to)),
+    let starts = [
+        after(&lower, "://"),
+        after(&lower, "-----begin"),
+        after_named_secret(&lower),
+        after_user(&lower),
     ];
-    match ends.into_iter().flatten().min() {
-        Some(end) if end < text.len() => format!("{}\u{2026}", &text[..end]).into(),
+    match starts.into_iter().flatten().min() {
+        Some(start) if start < text.len() => format!("{}\u{2026}", &text[..start]).into(),
         _ => text.into(),
     }
+}
+
+fn after(text: &str, mark: &str) -> Option<usize> {
+    Some(text.find(mark)? + mark.len())
+}
+
+/// The place after `secret`, other text, and a colon.
+fn after_named_secret(text: &str) -> Option<usize> {
+    let name_end = after(text, "secret")?;
+    Some(name_end + after(&text[name_end..], ":")?)
+}
+
+/// The place after the first colon before the last `@`: a password may contain both.
+fn after_user(text: &str) -> Option<usize> {
+    let host = text.rfind('@')?;
+    after(&text[..host], ":")
 }
 
 impl fmt::Display for ConfigError {
@@ -102,10 +118,11 @@ const MAX_TEXT: usize = 300;
 /// Returns the text, truncated to [`MAX_TEXT`] bytes.
 fn shortened(mut text: String) -> String {
     if text.len() > MAX_TEXT {
-        let end = (0..=MAX_TEXT)
-            .rev()
-            .find(|end| text.is_char_boundary(*end))
-            .unwrap_or(0);
+        let mut end = MAX_TEXT;
+        // `truncate` panics within a character.
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
         text.truncate(end);
         text.push('\u{2026}');
     }
@@ -292,11 +309,12 @@ impl StoreError {
     /// kept. Leave out user and password.
     #[must_use]
     pub fn with_server(self, server: impl fmt::Display) -> Self {
-        let server = self
-            .server
-            .unwrap_or_else(|| shortened(server.to_string()).into());
+        // The first one is the nearest to the error.
+        if self.server.is_some() {
+            return self;
+        }
         Self {
-            server: Some(server),
+            server: Some(shortened(server.to_string()).into()),
             ..self
         }
     }
@@ -372,7 +390,10 @@ const SERVER: &str = "the server";
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // These causes contain their own advice, which replaces the general one.
-        let cause = self.cause.as_ref().filter(|_| self.shows_cause());
+        let cause = match &self.cause {
+            Some(cause) if self.shows_cause() => Some(cause),
+            _ => None,
+        };
         let text = match (self.kind, cause) {
             (ErrorKind::Configuration, Some(_)) => "invalid store configuration: ",
             (ErrorKind::Refused, Some(_)) => "the server rejected the command: ",
@@ -382,7 +403,10 @@ impl fmt::Display for StoreError {
             (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,
             _ => f.write_str(text)?,
         }
-        cause.map_or(Ok(()), |cause| write!(f, "{cause}"))
+        match cause {
+            Some(cause) => write!(f, "{cause}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -397,6 +421,13 @@ impl fmt::Debug for StoreError {
             debug.field("cause", &format_args!("{cause}"));
         }
         debug.finish()
+    }
+}
+
+/// For values that need no conversion, such as the quota of a policy.
+impl From<Infallible> for ConfigError {
+    fn from(never: Infallible) -> Self {
+        match never {}
     }
 }
 
@@ -582,6 +613,9 @@ mod tests {
             RedisStore::builder(url).prefix("a b"),
             RedisStore::builder(url).timeout(Duration::ZERO),
             RedisStore::builder(url).partitions(partitions),
+            RedisStore::builder("redis://:a@b").password_file("c"),
+            RedisStore::builder("redis://a/?password_file=b").password_file("c"),
+            RedisStore::builder(url).sentinel_password_file("c"),
         ] {
             assert_names_fix(builder.connect_lazy().unwrap_err());
         }

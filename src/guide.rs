@@ -59,6 +59,10 @@ pub mod start {}
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
+#[allow(
+    rustdoc::invalid_rust_codeblocks,
+    reason = "they are parts of programs"
+)]
 pub mod recipes {}
 
 /// Rate-limit keys: extractors, headers, proxies.

@@ -6,26 +6,13 @@ use std::time::Duration;
 use crate::error::StoreError;
 use crate::gate::Notifier;
 use crate::held_slots::InFlightTracker;
-use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::leases::without_block;
+use crate::limit::{Check, Decision, IsPolicies, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store, flush};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues};
-
-/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`].
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` are no policies",
-    label = "not a `Policy` or `Policies`",
-    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
-            `Limiter` with a clone of the store, which goes on counting",
-    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
-    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
-)]
-pub trait IsPolicies: Into<Policies> {}
-
-#[diagnostic::do_not_recommend]
-impl<T: Into<Policies>> IsPolicies for T {}
 
 /// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
 /// loop.
@@ -93,8 +80,8 @@ impl<S: Store> Limiter<S> {
     /// Creates a limiter that counts in `store` under one or several policies.
     pub fn new(store: S, policies: impl IsPolicies) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
-        let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
-        let wait_queues = wait_queues.with_tracker(in_flight.clone());
+        let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        let wait_queues = queues.with_tracker(in_flight.clone());
         Self {
             store,
             policies: policies.into(),
@@ -203,9 +190,11 @@ impl<S: Store> Limiter<S> {
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
+        // Restart the sender if its runtime has shut down: it will settle the reservation.
         self.in_flight.ops().wake();
         let since = instant();
-        let check = Check::take(key, &self.policies, cost).reserving(true);
+        let check = without_block(Check::take(key, &self.policies, cost));
+        // Before the check is sent: if this future is dropped before the reply, the slot is released.
         let mut slot = self.in_flight.track(&check);
         let answer = self.send(check).await;
         if let Some(slot) = &mut slot {
@@ -234,8 +223,8 @@ impl<S: Store> Limiter<S> {
     /// Reports, once, a policy with another quota in another limiter or layer.
     #[inline]
     fn report_shared_count(&self) {
-        let waiters = || self.store.backend().waiters();
-        self.notifier.shared_count(waiters, &self.policies);
+        self.notifier
+            .shared_count(|| self.store.backend().waiters(), &self.policies);
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].
@@ -282,6 +271,7 @@ impl<S: Store> Limiter<S> {
         &self,
         check: Check,
     ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
+        // Sent here, so that it is not lost if the future is dropped before its first poll.
         let answer = self.store.check(check);
         async { answer.await.map(Applied) }
     }
@@ -330,6 +320,7 @@ impl<S: Store> Limiter<S> {
     /// Returns the error of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
+        // Denied without a turn: other requests would wait behind it forever.
         if self.policies.iter().any(|policy| policy.never_fits(cost)) {
             return self.take(key, cost).await;
         }
@@ -345,6 +336,7 @@ impl<S: Store> Limiter<S> {
             Ok(permit) => permit.spend(),
             Err(refusal) => return refusal.into_answer(),
         };
+        // The decision does not show when the request ends, so the slot expires.
         if let Some(slot) = slot {
             slot.leave_counted();
         }

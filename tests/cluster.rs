@@ -22,11 +22,16 @@ mod nodes;
 #[path = "support/proxy.rs"]
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod proxy;
+#[path = "support/rotation.rs"]
+mod rotation;
 mod support;
 #[macro_use]
 #[path = "support/table.rs"]
 mod table;
 
+mod connections {
+    mod cluster;
+}
 mod faults {
     mod cluster;
 }
@@ -38,6 +43,7 @@ mod settle {
 }
 mod topology {
     pub(crate) mod cluster {
+        mod addresses;
         mod busy;
         mod healthy;
         pub(crate) mod moves;

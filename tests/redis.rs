@@ -32,6 +32,9 @@ mod connections {
         mod backoff;
         mod budget;
         mod credentials;
+        mod names;
+        #[cfg(unix)]
+        mod password_files;
         mod paths;
         mod runtimes;
         mod urls;
@@ -59,6 +62,7 @@ mod errors {
         mod connect;
         mod forbidden;
         mod partial;
+        mod reasons;
         #[cfg(feature = "tracing")]
         mod texts;
     }

@@ -17,8 +17,13 @@ mod devices;
 mod load;
 #[path = "support/sentinel.rs"]
 mod nodes;
+#[path = "support/rotation.rs"]
+mod rotation;
 mod support;
 
+mod connections {
+    mod sentinel;
+}
 mod errors {
     mod sentinel;
 }

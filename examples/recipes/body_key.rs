@@ -34,7 +34,7 @@ async fn name_tenant(request: Request, next: Next) -> Response {
 }
 
 fn app() -> Result<Router, ConfigError> {
-    let policy = Policy::new("orders", Strategy::Gcra, "1/h".parse()?)?;
+    let policy = Policy::new("orders", Strategy::Gcra, "1/h")?;
     let by_tenant = by_extension(|order: &Order| Key::new(&order.tenant));
     let limits = RateLimitLayer::new(LocalStore::default(), by_tenant, policy);
     Ok(Router::new()

@@ -79,7 +79,7 @@ async fn discard(mut rest: BodyDataStream) {
 
 /// Allows one upload an hour.
 fn app() -> Result<Router, ConfigError> {
-    let policy = Policy::new("uploads", Strategy::Gcra, "1/h".parse()?)?;
+    let policy = Policy::new("uploads", Strategy::Gcra, "1/h")?;
     let limits = RateLimitLayer::new(LocalStore::default(), Global, policy);
     Ok(Router::new()
         .route("/", post(|_: Bytes| async {}))

@@ -35,8 +35,8 @@ async fn login<S: Store>(
 }
 
 pub(crate) fn app<S: Store>(store: S) -> Result<Router, ConfigError> {
-    let failures = Policy::new("login", Strategy::SlidingLog, "3 per 15m".parse()?)?;
-    let by_address = Policy::new("login-address", Strategy::SlidingLog, "6/m".parse()?)?;
+    let failures = Policy::new("login", Strategy::SlidingLog, "3 per 15m")?;
+    let by_address = Policy::new("login-address", Strategy::SlidingLog, "6/m")?;
     let by_address = RateLimitLayer::new(store.clone(), PeerIp, by_address).settle(|response| {
         match response.status {
             StatusCode::OK => Settlement::Refund,

@@ -5,11 +5,7 @@ use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Strategy};
 
 #[tokio::test]
 async fn a_job_pays_its_cost() -> Result<(), Box<dyn std::error::Error>> {
-    let rows = Policy::new(
-        "rows",
-        Strategy::SlidingWindow { cells: 60 },
-        "10000/h".parse()?,
-    )?;
+    let rows = Policy::new("rows", Strategy::SlidingWindow { cells: 60 }, "10000/h")?;
     let (limiter, user) = (
         Limiter::new(LocalStore::default(), rows),
         Key::new("user-42"),

@@ -40,8 +40,8 @@ async fn login<S: Store>(
 }
 
 pub(crate) fn app<S: Store>(store: S) -> Result<Router, ConfigError> {
-    let by_address = Policy::new("login-address", Strategy::SlidingLog, "20/m".parse()?)?;
-    let by_user = Policy::new("login-user", Strategy::SlidingLog, "3 per 15m".parse()?)?;
+    let by_address = Policy::new("login-address", Strategy::SlidingLog, "20/m")?;
+    let by_user = Policy::new("login-user", Strategy::SlidingLog, "3 per 15m")?;
     Ok(Router::new()
         .route("/login/{user}", post(login::<S>))
         .with_state(Limits {

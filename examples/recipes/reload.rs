@@ -7,7 +7,7 @@ use tower_redis_ratelimit::select::Live;
 use tower_redis_ratelimit::{ConfigError, LocalStore, Policy, RateLimitLayer, Strategy};
 
 fn policy(quota: &str) -> Result<Policy, ConfigError> {
-    Policy::new("api", Strategy::Gcra, quota.parse()?)
+    Policy::new("api", Strategy::Gcra, quota)
 }
 
 fn reload(live: &Live<Policy>, quota: &str) -> Result<(), ConfigError> {

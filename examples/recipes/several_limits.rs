@@ -8,12 +8,8 @@ use tower_redis_ratelimit::{ConfigError, LocalStore, Policies, Policy, RateLimit
 
 fn app() -> Result<Router, ConfigError> {
     let policies = Policies::new([
-        Policy::new("burst", Strategy::Gcra, "2/h".parse()?)?,
-        Policy::new(
-            "daily",
-            Strategy::FixedWindow(Align::FirstHit),
-            "1000/d".parse()?,
-        )?,
+        Policy::new("burst", Strategy::Gcra, "2/h")?,
+        Policy::new("daily", Strategy::FixedWindow(Align::FirstHit), "1000/d")?,
     ])?;
     let limits = RateLimitLayer::new(
         LocalStore::default(),

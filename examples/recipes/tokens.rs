@@ -64,11 +64,7 @@ pub(crate) fn app<S: Store>(store: S, policies: Policies) -> Router {
 
 #[tokio::test]
 async fn tokens_and_answers_are_limited() -> Result<(), Box<dyn std::error::Error>> {
-    let tokens = Policy::new(
-        "tokens",
-        Strategy::SlidingWindow { cells: 60 },
-        "1000/m".parse()?,
-    )?;
+    let tokens = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, "1000/m")?;
     let (store, limits) = (
         LocalStore::default(),
         Policies::new([tokens, Policy::in_flight("streams", 2)?])?,

@@ -65,10 +65,7 @@ async fn limiter_by(server: &RedisServer, strategy: Strategy) -> Limiter<RedisSt
         .connect()
         .await
         .unwrap();
-    Limiter::new(
-        store,
-        Policy::new("api", strategy, QUOTA.parse().unwrap()).unwrap(),
-    )
+    Limiter::new(store, Policy::new("api", strategy, QUOTA).unwrap())
 }
 
 async fn remaining(limiter: &Limiter<RedisStore>, caller: &str) -> u32 {

@@ -1,85 +1,66 @@
 //! The arguments.
 
-use std::env;
-use std::error::Error;
 use std::path::PathBuf;
 
+use clap::{Parser, Subcommand};
+use clap_complete::Shell;
 use serde::Deserialize;
 use serde::de::value::{Error as Invalid, MapDeserializer};
 use tower_redis_ratelimit::Policy;
 
 use crate::callers::CallerArg;
 
+/// Shows and resets the counts of tower-redis-ratelimit in Redis.
+#[derive(Parser)]
+#[command(version, arg_required_else_help = true, after_help = AFTER_HELP)]
 pub(crate) struct Args {
+    #[command(subcommand)]
     pub(crate) command: Command,
+    /// The service's settings in TOML, YAML or JSON: reads `store`, and every policy in it.
+    #[arg(long, global = true, value_name = "FILE")]
     pub(crate) settings: Option<PathBuf>,
+    /// Only this policy, such as 'api 100/s burst 200', 'login sliding-log 5/15m' or 'uploads in-flight 10/30s'.
+    #[arg(long = "policy", global = true, value_name = "POLICY", value_parser = parse_policy)]
     pub(crate) policies: Vec<Policy>,
+    /// The servers and the prefix, such as 'redis://10.0.0.1/?prefix=shop'. Defaults to those of the settings.
+    #[arg(long, global = true, env = "REDIS_URL", hide_env_values = true)]
     pub(crate) url: Option<String>,
     /// The length of a list.
+    #[arg(long = "number", global = true, value_name = "N", default_value_t = 20)]
     pub(crate) max_rows: usize,
+    /// Prints JSON.
+    #[arg(long, global = true)]
     pub(crate) json: bool,
 }
 
-pub(crate) enum Command {
-    Limited,
-    Top,
-    Caller(CallerArg),
-    Reset(CallerArg),
-    Policies,
-}
+const AFTER_HELP: &str = "\
+Every command reads the whole database, a thousand keys at a time. The keys of buckets contain their quota. Those of \
+windows, logs and requests in flight do not, so they need --settings or --policy.";
 
-impl Args {
-    /// Reads the arguments of this process. `None` for `--help`.
-    pub(crate) fn read() -> Result<Option<Self>, Box<dyn Error>> {
-        let mut words = vec![];
-        let (mut settings, mut policies, mut max_rows, mut json) = (None, vec![], 20, false);
-        let mut url = env::var("REDIS_URL").ok();
-        let mut args = env::args().skip(1);
-        while let Some(arg) = args.next() {
-            let mut value = || args.next().ok_or(format!("{arg} has no value"));
-            match arg.as_str() {
-                "--settings" => settings = Some(PathBuf::from(value()?)),
-                "--policy" => policies.push(parse_policy(&value()?)?),
-                "--url" => url = Some(value()?),
-                "--number" => {
-                    let text = value()?;
-                    max_rows = text
-                        .parse()
-                        .map_err(|_| format!("--number is {text:?}: use an integer"))?;
-                }
-                "--json" => json = true,
-                "--help" | "-h" => return Ok(None),
-                option if option.starts_with("--") => {
-                    return Err(format!("{option:?} is unknown: see --help").into());
-                }
-                _ => words.push(arg),
-            }
-        }
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let command = match words[..] {
-            [] | ["help"] => return Ok(None),
-            ["limited"] => Command::Limited,
-            ["top"] => Command::Top,
-            ["policies"] => Command::Policies,
-            ["caller", caller] => Command::Caller(CallerArg::parse(caller)?),
-            ["reset", caller] => Command::Reset(CallerArg::parse(caller)?),
-            _ => {
-                return Err(format!(
-                    "{:?} is no command: use `limited`, `top`, `policies`, `caller CALLER` or `reset CALLER`",
-                    words.join(" ")
-                )
-                .into());
-            }
-        };
-        Ok(Some(Self {
-            command,
-            settings,
-            policies,
-            url,
-            max_rows,
-            json,
-        }))
-    }
+const CALLER_HELP: &str = "\
+user-42; '#684888', as in the log; 'x-api-key: sk-1', as in a request that is counted by this header; secret:sk-1; \
+ip:192.0.2.7; '*' for a global count; tuples with commas; or a hash as in Redis";
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// The callers whose next request is denied, the longest wait first.
+    Limited,
+    /// The callers who have used most of a policy.
+    Top,
+    /// The counts of one caller.
+    Caller {
+        #[arg(help = CALLER_HELP, value_parser = CallerArg::parse)]
+        caller: CallerArg,
+    },
+    /// Drops the counts of one caller.
+    Reset {
+        #[arg(help = CALLER_HELP, value_parser = CallerArg::parse)]
+        caller: CallerArg,
+    },
+    /// The policies under the prefix, and how many callers each has.
+    Policies,
+    /// Prints a script for a shell, which completes commands and options.
+    Completions { shell: Shell },
 }
 
 /// Parses `name quota` or `name strategy quota`.
@@ -96,5 +77,5 @@ fn parse_policy(text: &str) -> Result<Policy, String> {
         .into_iter()
         .chain(strategy);
     let policy = Policy::deserialize(MapDeserializer::new(fields));
-    policy.map_err(|error: Invalid| format!("--policy {text:?}: {error}"))
+    policy.map_err(|error: Invalid| error.to_string())
 }

@@ -9,12 +9,14 @@ use tower_redis_ratelimit::extract::HeaderKey;
 const DRY_RUN_SUFFIX: &str = ",~try";
 
 /// A caller as an operator writes it.
+#[derive(Clone)]
 pub(crate) struct CallerArg {
     /// The operator's text.
     pub(crate) text: String,
     pub(crate) id: CallerId,
 }
 
+#[derive(Clone)]
 pub(crate) enum CallerId {
     Key(Key),
     /// The two possible keys of a header's value: its hash, and the readable value.

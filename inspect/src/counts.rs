@@ -114,13 +114,10 @@ impl Counts {
         let wait = |row: &Row| -row.denied_for.unwrap_or_default();
         let (found, limited) = self.list(is_limited, wait).await?;
         let counts = found.counts;
-        let is_empty = counts == 0 && found.unknown.is_empty() && !self.only_these;
+        let is_empty = found.is_empty();
         let text = self.render(found)?;
-        if self.json {
+        if self.json || is_empty {
             return Ok(text);
-        }
-        if is_empty {
-            return Ok("nothing is counted: the counts have expired, or the service uses another server or prefix\n".to_owned());
         }
         Ok(format!(
             "{text}{limited} of {counts} counts deny the next request\n"
@@ -156,7 +153,7 @@ impl Counts {
     /// The counts of one caller.
     pub(crate) async fn caller(&self, wanted: &CallerArg) -> Result<String, Box<dyn Error>> {
         let found = self.of_caller(wanted).await?;
-        if found.rows.is_empty() && found.unknown.is_empty() && !self.json {
+        if found.is_empty() && !self.json {
             return Ok(wanted.nothing_counted());
         }
         self.render(found)
@@ -296,29 +293,47 @@ impl Counts {
         })
     }
 
+    /// Returns the rows as a table, or as JSON.
     fn render(&self, found: FoundCounts) -> Result<String, Box<dyn Error>> {
         found.print_notes();
         if self.json {
             return Ok(serde_json::to_string_pretty(&found.rows)? + "\n");
         }
-        let mut text = String::new();
+        if found.is_empty() {
+            return Ok(self.nothing_counted());
+        }
+        if found.rows.is_empty() {
+            return Ok(String::new());
+        }
+        let mut lines =
+            vec![["caller", "log", "policy", "left", "next passes", "all back"].map(str::to_owned)];
         let names = policy_names(&found.rows);
         for (row, policy) in found.rows.iter().zip(names) {
             let next = match row.denied_for {
-                Some(wait) => format!("denied for {}", format_duration(wait)),
-                None => "passes".to_owned(),
+                Some(wait) => format!("in {}", format_duration(wait)),
+                None => "now".to_owned(),
             };
-            writeln!(
-                text,
-                "{:<40} {} {policy:<16} {:>7} of {} left, {next}, all back in {}",
+            lines.push([
                 row.display_caller(),
-                row.log,
-                row.remaining,
-                row.capacity,
-                format_duration(row.reset_after)
-            )?;
+                row.log.clone(),
+                policy,
+                format!("{} of {}", row.remaining, row.capacity),
+                next,
+                format!("in {}", format_duration(row.reset_after)),
+            ]);
         }
-        Ok(text)
+        Ok(align(&lines).concat())
+    }
+
+    fn nothing_counted(&self) -> String {
+        let under = if self.only_these {
+            " under this policy"
+        } else {
+            ""
+        };
+        format!(
+            "nothing is counted{under}: the counts have expired, or the service uses another server or prefix\n"
+        )
     }
 
     /// The policies under the prefix, and the number of callers of each.
@@ -350,16 +365,21 @@ impl Counts {
                 .collect();
             return Ok(serde_json::to_string_pretty(&rows)? + "\n");
         }
-        let mut text = format!(
-            "{:<24} {:<16} {:<12} {:>8}\n",
-            "policy", "strategy", "span", "callers"
-        );
-        let mut before = "";
+        if callers.is_empty() {
+            return Ok(self.nothing_counted());
+        }
+        let mut lines = vec![["policy", "strategy", "span", "callers"].map(str::to_owned)];
         for ((policy, strategy, span), callers) in &callers {
             let shown = if span.is_empty() { "-" } else { span };
-            writeln!(text, "{policy:<24} {strategy:<16} {shown:<12} {callers:>8}")?;
+            lines.push([policy, *strategy, shown, &callers.to_string()].map(str::to_owned));
+        }
+        let lines = align(&lines);
+        let mut text = lines[0].clone();
+        let mut before = "";
+        for (line, (policy, ..)) in lines[1..].iter().zip(callers.keys()) {
+            text += line;
             if policy == before {
-                text += "  ^ two counts under one name: programs that share this prefix differ, and do not count together\n";
+                text += "  ^ two counts under one name: programs that share this prefix differ\n";
             }
             before = policy;
         }
@@ -424,6 +444,10 @@ impl<F: Fn(&Row) -> f64> FirstRows<F> {
 }
 
 impl FoundCounts {
+    fn is_empty(&self) -> bool {
+        self.counts == 0 && self.rows.is_empty() && self.unknown.is_empty()
+    }
+
     /// Prints, on standard error, the counts whose limit is unknown, and those with several limits.
     fn print_notes(&self) {
         for (name, strategy, span) in &self.unknown {
@@ -468,6 +492,25 @@ fn policy_names(rows: &[Row]) -> Vec<String> {
         _ => format!("{} {} {}", row.policy, row.strategy, row.span),
     };
     rows.iter().map(name).collect()
+}
+
+/// Returns lines whose columns are as wide as their longest text.
+fn align<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, text) in widths.iter_mut().zip(row) {
+            *width = text.chars().count().max(*width);
+        }
+    }
+    let mut lines = vec![];
+    for row in rows {
+        let mut line = String::new();
+        for (width, text) in widths.iter().zip(row) {
+            line += &format!("{text:<width$}  ");
+        }
+        lines.push(format!("{}\n", line.trim_end()));
+    }
+    lines
 }
 
 /// Returns a number of seconds as a person reads it: its two largest units, rounded up.
@@ -523,7 +566,7 @@ mod tests {
 
     #[test]
     fn a_long_list_sorts_each_row_rarely() {
-        let policy = Policy::new("api", Strategy::Gcra, "10/min".parse().unwrap());
+        let policy = Policy::new("api", Strategy::Gcra, "10/min");
         let policies = Policies::from(policy.unwrap());
         let (max, added) = (20_000, 100_000);
         let compared = Cell::new(0_usize);
@@ -549,7 +592,7 @@ mod tests {
 
     #[test]
     fn equal_rows_are_sorted_by_caller() {
-        let policy = Policy::new("api", Strategy::Gcra, "10/min".parse().unwrap());
+        let policy = Policy::new("api", Strategy::Gcra, "10/min");
         let policies = Policies::from(policy.unwrap());
         let mut first = FirstRows::new(2, |_: &Row| 0.0);
         for number in [3, 1, 2, 1] {

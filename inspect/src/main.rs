@@ -1,5 +1,5 @@
 //! Shows the counts of `tower-redis-ratelimit` in Redis: the callers who are limited, one caller's counts, which it can reset, and
-//! the policies. [`HELP`] describes the arguments.
+//! the policies. [`Args`] describes the arguments.
 
 mod args;
 mod callers;
@@ -10,37 +10,17 @@ use std::error::Error;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use clap::{CommandFactory, Parser};
+use clap_complete::Shell;
+
 use crate::args::{Args, Command};
 use crate::counts::Counts;
 
-const HELP: &str = "\
-Shows the counts of tower-redis-ratelimit in Redis.
-
-ratelimit-inspect limited          the callers whose next request is denied, the longest wait first
-ratelimit-inspect top              the callers who have used most of a policy
-ratelimit-inspect caller CALLER    the counts of one caller
-ratelimit-inspect reset CALLER     drops them
-ratelimit-inspect policies         the policies under the prefix, and how many callers each has
-
-CALLER     user-42
-           '#684888', as in the log
-           'x-api-key: sk-1', as in a request that is counted by this header
-           secret:sk-1, ip:192.0.2.7, '*' for a global count, tuples with commas, and hashes as in Redis
-
---settings FILE    the service's settings in TOML, YAML or JSON: reads `store`, and every policy in it
---policy POLICY    only this policy, such as 'api 100/s burst 200', 'login sliding-log 5/15m' or 'uploads in-flight 10/30s'
---url URL          the servers and the prefix, such as 'redis://10.0.0.1/?prefix=shop'. Defaults to the variable REDIS_URL, and
-                   then to the settings
---number N         length of a list. Defaults to 20
---json             prints JSON
-
-The keys of buckets contain their quota. Those of windows, logs and requests in flight do not, so they need `--settings` or
-`--policy`. Every command reads the whole database, a thousand keys at a time.
-";
-
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
-    let printed = run().await;
+    // Wrong usage ends the process here, with code 2.
+    let args = Args::parse();
+    let printed = run(&args).await;
     let mut output = io::stdout();
     // Ignore errors of writing: a reader such as `head` may close the pipe early.
     let _ = match &printed {
@@ -64,16 +44,21 @@ fn report(error: &dyn Error) -> io::Result<()> {
     Ok(())
 }
 
-async fn run() -> Result<String, Box<dyn Error>> {
-    let Some(args) = Args::read()? else {
-        return Ok(HELP.to_owned());
-    };
-    let counts = Counts::open(&args)?;
+async fn run(args: &Args) -> Result<String, Box<dyn Error>> {
     match &args.command {
-        Command::Limited => counts.limited().await,
-        Command::Top => counts.top().await,
-        Command::Caller(caller) => counts.caller(caller).await,
-        Command::Reset(caller) => counts.reset(caller).await,
-        Command::Policies => counts.policies().await,
+        Command::Limited => Counts::open(args)?.limited().await,
+        Command::Top => Counts::open(args)?.top().await,
+        Command::Caller { caller } => Counts::open(args)?.caller(caller).await,
+        Command::Reset { caller } => Counts::open(args)?.reset(caller).await,
+        Command::Policies => Counts::open(args)?.policies().await,
+        Command::Completions { shell } => Ok(completions(*shell)),
     }
+}
+
+fn completions(shell: Shell) -> String {
+    let mut script = vec![];
+    let mut command = Args::command();
+    let name = command.get_name().to_owned();
+    clap_complete::generate(shell, &mut command, name, &mut script);
+    String::from_utf8_lossy(&script).into_owned()
 }

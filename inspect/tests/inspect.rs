@@ -137,14 +137,14 @@ fn run(url: &str, args: &[&str]) -> Result<String, String> {
 }
 
 fn bucket(name: &str, quota: &str) -> Policy {
-    Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
+    Policy::new(name, Strategy::Gcra, quota).unwrap()
 }
 
 fn daily() -> Policy {
     Policy::new(
         "daily",
         Strategy::FixedWindow(Default::default()),
-        "3 per day".parse().unwrap(),
+        "3 per day",
     )
     .unwrap()
 }
@@ -172,20 +172,33 @@ async fn inspect(service: &Service) {
     // The settings file has the server and the policies, so the command needs no other argument.
     let limited = service.inspect(&["limited"]);
     let lines: Vec<&str> = limited.lines().collect();
-    assert_eq!(lines.len(), 3, "{limited}");
+    assert_eq!(lines.len(), 4, "{limited}");
+    assert_eq!(
+        words(lines[0]),
+        [
+            "caller", "log", "policy", "left", "next", "passes", "all", "back"
+        ]
+    );
+    // Each column begins below its head.
+    for (column, text) in [
+        ("policy", "daily"),
+        ("left", "0 of 3"),
+        ("next passes", "in "),
+    ] {
+        let at = lines[0].find(column).unwrap();
+        assert!(lines[1][at..].starts_with(text), "{limited}");
+    }
     let digits = format!("{:?}", Key::new("user-7"));
     let digits = digits.trim_start_matches("Key(").trim_end_matches(')');
     assert_eq!(
-        words(lines[0])[..9],
-        [
-            "user-7", digits, "daily", "0", "of", "3", "left,", "denied", "for"
-        ]
+        words(lines[1])[..7],
+        ["user-7", digits, "daily", "0", "of", "3", "in"]
     );
     assert!(
-        lines[1].starts_with(secret.reveal()) && lines[1].contains(" 0 of 100 left, denied for 3"),
+        lines[2].starts_with(secret.reveal()) && lines[2].contains(" 0 of 100  in 3"),
         "{limited}"
     );
-    assert_eq!(lines[2], "2 of 63 counts deny the next request");
+    assert_eq!(lines[3], "2 of 63 counts deny the next request");
 
     // The value of a bucket names its quota. The limit of the window is unknown without the settings.
     let limited = service.without_settings(&["limited"]);
@@ -197,21 +210,18 @@ async fn inspect(service: &Service) {
     assert!(limited.ends_with(note), "{limited}");
     let typed = service.without_settings(&["limited", "--policy", "daily fixed-window 3/d"]);
     assert!(
-        typed.starts_with("user-7 ") && typed.ends_with("1 of 1 counts deny the next request\n"),
+        typed.contains("\nuser-7 ") && typed.ends_with("1 of 1 counts deny the next request\n"),
         "{typed}"
     );
 
     let top = service.inspect(&["top"]);
     let lines: Vec<&str> = top.lines().collect();
-    assert_eq!(lines.len(), 20);
+    assert_eq!(lines.len(), 21);
     assert!(
-        lines[2].starts_with("user-59 ") && lines[2].contains(" 40 of 100 left, passes"),
+        lines[3].starts_with("user-59 ") && lines[3].contains(" 40 of 100  now "),
         "{top}"
     );
-    assert_eq!(
-        service.inspect(&["top", "--number", "3"]).lines().count(),
-        3
-    );
+    assert_eq!(service.inspect(&["top", "--number=3"]).lines().count(), 4);
 
     let policies = service.inspect(&["policies"]);
     let rows: Vec<Vec<&str>> = policies.lines().map(words).collect();
@@ -235,15 +245,15 @@ async fn inspect(service: &Service) {
             service.inspect(&["caller", caller]),
             service.without_settings(&["caller", caller]),
         ] {
-            let line = one.lines().next().unwrap();
+            let line = one.lines().nth(1).unwrap();
             assert!(
-                line.contains(" 0 of 100 left, denied for 3") && !one.contains("sk-1"),
+                line.contains(" 0 of 100  in 3") && !one.contains("sk-1"),
                 "{one}"
             );
         }
     }
     let readable = service.inspect(&["caller", "x-user: user-7"]);
-    assert_eq!(readable.lines().count(), 2, "{readable}");
+    assert_eq!(readable.lines().count(), 3, "{readable}");
 
     let json: Value =
         serde_json::from_str(&service.inspect(&["caller", "user-7", "--json"])).unwrap();
@@ -307,7 +317,14 @@ async fn a_single_server_is_inspected() {
     let server = RedisServer::start();
     let service = Service::new(&server.url());
     let nothing = "nothing is counted: the counts have expired, or the service uses another server or prefix\n";
-    assert_eq!(service.inspect(&["limited"]), nothing);
+    for command in ["limited", "top", "policies"] {
+        assert_eq!(service.inspect(&[command]), nothing);
+    }
+    let of_policy = service.inspect(&["top", "--policy", "other 1/s"]);
+    assert!(
+        of_policy.starts_with("nothing is counted under this policy: "),
+        "{of_policy}"
+    );
     inspect(&service).await;
 }
 
@@ -316,11 +333,10 @@ async fn a_single_server_is_inspected() {
 async fn strategies_under_one_name_are_separate() {
     let server = RedisServer::start();
     let service = Service::new(&server.url());
-    let quota = "5/h".parse().unwrap();
     let names = ["gcra", "token-bucket", "leaky-bucket"];
     for strategy in names {
         let strategy = strategy.parse().unwrap();
-        let policy = Policy::new("api", strategy, quota).unwrap();
+        let policy = Policy::new("api", strategy, "5/h").unwrap();
         service.take(Key::new("ann"), &policy, 5).await;
     }
     for args in [&["limited"][..], &["caller", "ann"]] {
@@ -329,7 +345,7 @@ async fn strategies_under_one_name_are_separate() {
                 let row = format!(" api {name} ");
                 assert_eq!(shown.matches(&row).count(), 1, "{row}: {shown}");
             }
-            assert_eq!(shown.matches("denied for").count(), 3, "{shown}");
+            assert_eq!(shown.matches(" 0 of 5  in ").count(), 3, "{shown}");
         }
     }
     let reset = service.inspect(&["reset", "ann"]);
@@ -372,7 +388,7 @@ async fn plans_of_one_name_are_one_count() {
     let service = Service::new(&server.url());
     let window = |quota: &str| {
         let strategy = Strategy::FixedWindow(Default::default());
-        Policy::new("login", strategy, quota.parse().unwrap()).unwrap()
+        Policy::new("login", strategy, quota).unwrap()
     };
     service.take(Key::new("ann"), &window("500/h"), 9).await;
     let (_dir, file) = file(&format!(
@@ -391,11 +407,11 @@ async fn plans_of_one_name_are_one_count() {
     );
     let caller = inspect(&["caller", "ann"]);
     assert!(
-        caller.lines().count() == 2 && caller.contains(" 491 of 500 left, passes"),
+        caller.lines().count() == 3 && caller.contains(" 491 of 500  now "),
         "{caller}"
     );
     let typed = inspect(&["limited", "--policy", "login fixed-window 5/h"]);
-    assert!(typed.contains(" 0 of 5 left, denied for "), "{typed}");
+    assert!(typed.contains(" 0 of 5  in "), "{typed}");
     let reset = inspect(&["reset", "ann"]);
     assert_eq!(
         reset.matches("reset `login` of ann: ").count(),
@@ -423,11 +439,7 @@ async fn a_reset_without_the_limit_fails() {
     }
     service.take(ann, &bucket("api", "100/h"), 3).await;
     assert!(run(&url, &["reset", "ann"]).is_err());
-    assert!(
-        service
-            .inspect(&["caller", "ann"])
-            .contains(" 97 of 100 left")
-    );
+    assert!(service.inspect(&["caller", "ann"]).contains(" 97 of 100 "));
     let typed = service.without_settings(&["reset", "ann", "--policy", "daily fixed-window 3/d"]);
     assert!(typed.contains("0 of 3 were left, and 3 are"), "{typed}");
 }
@@ -442,7 +454,7 @@ async fn digits_of_several_callers_reset_none() {
             .take(Key::new(caller), &bucket("api", "100/h"), 3)
             .await;
     }
-    assert_eq!(service.inspect(&["caller", "#30f370"]).lines().count(), 2);
+    assert_eq!(service.inspect(&["caller", "#30f370"]).lines().count(), 3);
     let error = run("", &["reset", "#30f370", "--settings", &service.settings]);
     assert_eq!(
         error.unwrap_err(),
@@ -450,10 +462,10 @@ async fn digits_of_several_callers_reset_none() {
     );
     for caller in callers {
         let shown = service.inspect(&["caller", caller]);
-        assert!(shown.contains(" 97 of 100 left"), "{shown}");
+        assert!(shown.contains(" 97 of 100 "), "{shown}");
     }
     service.inspect(&["reset", callers[0]]);
-    assert_eq!(service.inspect(&["caller", "#30f370"]).lines().count(), 1);
+    assert_eq!(service.inspect(&["caller", "#30f370"]).lines().count(), 2);
 }
 
 #[test]
@@ -518,7 +530,7 @@ async fn a_server_with_tls_is_inspected() {
     service.take(Key::new("ann"), &daily(), 3).await;
     let limited = service.inspect(&["limited"]);
     assert!(
-        limited.starts_with("ann ") && limited.contains(" 0 of 3 left, denied for "),
+        limited.contains("\nann ") && limited.contains(" 0 of 3  in "),
         "{limited}"
     );
     let error = run(&server.url(), &["limited"]).unwrap_err();
@@ -546,44 +558,48 @@ async fn dry_runs_are_marked() {
     let rows = service.without_settings(&["caller", "ann"]);
     let rows: Vec<&str> = rows.lines().collect();
     assert!(
-        rows[0].starts_with("ann  ") && rows[0].contains(" api "),
+        rows[1].starts_with("ann  ") && rows[1].contains(" api "),
         "{rows:?}"
     );
     assert!(
-        rows[1].starts_with("ann (dry run) ") && rows[1].contains(" trial "),
+        rows[2].starts_with("ann (dry run) ") && rows[2].contains(" trial "),
         "{rows:?}"
     );
 }
 
+/// Runs the program, and returns its exit code, output and error message.
+fn exit(args: &[&str]) -> (i32, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ratelimit-inspect"));
+    let output = command.env_remove("REDIS_URL").args(args).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    let code = output.status.code().unwrap();
+    (code, text(output.stdout), text(output.stderr))
+}
+
 #[test]
-fn errors_name_the_fix() {
-    let of = |args: &[&str]| run("", args).unwrap_err();
-    let url = "redis://127.0.0.1:1/";
+fn wrong_usage_exits_with_2() {
     for (args, expected) in [
         (
-            &["limited"][..],
-            "no server: set REDIS_URL, or use --url or --settings\n",
+            &["limited", "--polcy=api 1/s"][..],
+            "a similar argument exists: '--policy'",
+        ),
+        (&["limitted"], "a similar subcommand exists: 'limited'"),
+        (
+            &["limited", "--url"],
+            "a value is required for '--url <URL>'",
         ),
         (
-            &["limited", "--polcy", "api 1/s"],
-            "\"--polcy\" is unknown: see --help\n",
+            &["top", "--number=many"],
+            "invalid value 'many' for '--number <N>'",
         ),
-        (&["limited", "--url"], "--url has no value\n"),
-        (
-            &["top", "--number", "many"],
-            "--number is \"many\": use an integer\n",
-        ),
-        (
-            &["user-42"],
-            "\"user-42\" is no command: use `limited`, `top`, `policies`, `caller CALLER` or `reset CALLER`\n",
-        ),
+        (&["caller"], "<CALLER>"),
         (
             &["caller", "#12"],
-            "\"#12\" is no caller: the log has six digits, such as #684888\n",
+            "\"#12\" is no caller: the log has six digits, such as #684888",
         ),
         (
             &["top", "--policy", "api 10"],
-            "--policy \"api 10\": \"10\" is not a valid quota: ",
+            "invalid value 'api 10' for '--policy <POLICY>': \"10\" is not a valid quota: ",
         ),
         (
             &["caller", "192.0.2.7"],
@@ -593,15 +609,51 @@ fn errors_name_the_fix() {
             &["caller", "cookie: a"],
             "\"cookie\" is not a valid header to count by: ",
         ),
-        (&["limited", "--settings", "/none.toml"], "/none.toml: "),
+        (&[], "Usage: ratelimit-inspect"),
+    ] {
+        let (code, output, error) = exit(args);
+        assert!(error.contains(expected), "{args:?}: {error}");
+        assert_eq!((code, output.as_str()), (2, ""), "{args:?}");
+    }
+}
+
+#[test]
+fn failures_exit_with_1_and_name_the_fix() {
+    let url = "redis://127.0.0.1:1/";
+    for (args, expected) in [
+        (
+            &["limited"][..],
+            "no server: set REDIS_URL, or use --url or --settings\n",
+        ),
+        (&["limited", "--settings=/none.toml"], "/none.toml: "),
         (
             &["limited", "--url", url],
             "the server 127.0.0.1:1 cannot be reached: check the URL",
         ),
     ] {
-        let error = of(args);
+        let (code, output, error) = exit(args);
         assert!(error.starts_with(expected), "{args:?}: {error}");
+        assert_eq!((code, output.as_str()), (1, ""), "{args:?}");
     }
-    let help = run("", &[]).unwrap();
-    assert!(help.starts_with("Shows the counts") && help.contains("ratelimit-inspect limited"));
+}
+
+#[test]
+fn help_version_and_completions_are_printed() {
+    for (args, expected) in [
+        (
+            &["--help"][..],
+            "reset        Drops the counts of one caller",
+        ),
+        (&["limited", "--help"], "[env: REDIS_URL]"),
+        (
+            &["--version"],
+            concat!("ratelimit-inspect ", env!("CARGO_PKG_VERSION"), "\n"),
+        ),
+        (&["completions", "bash"], "--settings"),
+        (&["completions", "fish"], "limited"),
+    ] {
+        let (code, output, error) = exit(args);
+        assert!(output.contains(expected), "{args:?}: {output}");
+        assert_eq!((code, error.as_str()), (0, ""), "{args:?}");
+    }
 }

@@ -48,7 +48,10 @@ impl TaskOwner {
         // Swap even while a task is running: the swap in `Task::drop` reads this value, so the ending task sees the
         // work that was published before this call.
         let is_running = self.0.swap(true, Ordering::AcqRel);
-        (!is_running).then(|| Task(Arc::clone(&self.0)))
+        if is_running {
+            return None;
+        }
+        Some(Task(Arc::clone(&self.0)))
     }
 }
 

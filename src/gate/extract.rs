@@ -134,11 +134,13 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         let missing = match self.first.extract(request) {
             Err(missing) if missing.may_have_another() => missing,
+            // Also a malformed key: otherwise a client could choose the extractor by such a value.
             found => {
                 self.misses.found();
                 return found;
             }
         };
+        // Any client may omit a header, but a missing extension may show a wrong order of layers.
         match missing.no_extension() {
             Some(of_type) => self.misses.missed(|| always_second(of_type)),
             None => self.misses.found(),

@@ -112,9 +112,10 @@ impl MissingKey {
 
     /// The client left out this header. With a challenge, it is [unauthenticated](Self::unauthenticated).
     pub(crate) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
-        let cause = challenge
-            .cloned()
-            .map_or(Cause::Absent, Cause::Unauthenticated);
+        let cause = match challenge {
+            Some(challenge) => Cause::Unauthenticated(challenge.clone()),
+            None => Cause::Absent,
+        };
         Self {
             problem: Problem::NoHeader(name.clone()),
             cause,
@@ -180,6 +181,7 @@ impl fmt::Display for MissingKey {
         match &self.problem {
             Problem::Text(text) => f.write_str(text),
             Problem::NoHeader(name) => write!(f, "the header {name} is missing"),
+            // Names each likely cause: the wrong order of layers and `Arc<T>` compile, and look right.
             Problem::NoExtension(of_type) => write!(
                 f,
                 "a request has no `{of_type}` in its extensions: put the layer inside the authentication that inserts it \

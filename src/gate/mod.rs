@@ -57,11 +57,12 @@ use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::held_slots::{InFlightTracker, Slot};
-use crate::limit::{Charge, Check, Decision, Key, KeyForms, Policies, RateLimited};
+use crate::leases::without_block;
+use crate::limit::{Charge, Check, Decision, Extra, Key, KeyForms, Mode, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
-use crate::settle::{RequestCost, Settled, Settlement};
+use crate::settle::{RequestCost, Settlement};
 use crate::store::{Answer, Store};
 use crate::util::{instant, own_list, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
@@ -151,6 +152,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         for selector in self.settings.shadows.iter().chain([&self.policies]) {
             selector.observe(&observer);
         }
+        // The tracker first: its operation queue reports to the observer, and the rest uses that queue.
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
         if let Some((_, queues)) = &mut self.wait {
@@ -233,18 +235,19 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
-        let key = extractor.extract(request);
+        let extracted = extractor.extract(request);
         if self.settings.dry_run {
-            return self.exempt(request, key, grant);
+            return self.exempt(request, extracted, grant);
         }
-        let Some(policies) = self.policies.find(request, key.as_ref().ok()) else {
-            return self.exempt(request, key, grant);
+        // Before the key is required: the selector may exempt a request without a key.
+        let Some(selected) = self.policies.find(request, extracted.as_ref().ok()) else {
+            return self.exempt(request, extracted, grant);
         };
-        let key = match key {
+        let key = match extracted {
             Ok(key) => key,
             Err(missing) => return self.admit_without_key(request, missing, grant),
         };
-        let Some(policies) = self.countable(policies) else {
+        let Some(policies) = self.countable(selected) else {
             return self.exempt(request, Ok(key), grant);
         };
         let id = self.id(request);
@@ -258,8 +261,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             // Only the store knows whether the id repeats an earlier one.
             question.turn = Turn::OnlyIfRepeated;
-            check = check.peeking();
+            check = check.with_mode(Mode::Peek);
         }
+        // Before the check is sent: a request that is dropped before the reply must release its slot.
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self.answered(request, question, answer, grant),
@@ -288,29 +292,30 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.holds == Holds::Nothing && policies.in_flight().is_some() {
             self.notifier
                 .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
-            return policies.without_in_flight().cloned().map(Cow::Owned);
+            return Some(Cow::Owned(policies.without_in_flight()?.clone()));
         }
         Some(policies)
     }
 
     #[inline]
     fn check(&self, key: Key, policies: &Policies, request: &R, id: Option<Key>) -> Check {
-        let cost = self
-            .settings
-            .cost
-            .as_ref()
-            .map_or(1, |cost| cost(request, policies));
-        let mut check = Check::take(key, policies, cost).reserving(self.settles());
-        if let Some(id) = id {
-            check.identify(id);
+        let cost = match &self.settings.cost {
+            Some(cost_of) => cost_of(request, policies),
+            None => 1,
+        };
+        let check = Check::take(key, policies, cost);
+        match id {
+            Some(id) => check.with_extra(Extra::Id(id)),
+            None if self.settles() => without_block(check),
+            None => check,
         }
-        check
     }
 
     /// Call it once for a request: a random id is another one each time.
     #[inline]
     fn id(&self, request: &R) -> Option<Key> {
-        self.settings.id.as_ref().and_then(|id| id(request))
+        let id_of = self.settings.id.as_ref()?;
+        id_of(request)
     }
 
     /// Records the send time if an observer needs the duration, or if the charge will be settled.
@@ -355,7 +360,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && let Ok(decision) = &answer
             && question.must_queue(decision)
         {
-            let policies = decision.policies().whole();
+            let policies = decision.policies().whole().clone();
             // Drop the slot, since the queue takes another one. If a fallback has denied the check
             // after a lost reply, Redis may have granted the slot: dropping it releases it there.
             question.slot = None;
@@ -383,10 +388,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         let take = Check::take(question.key, policies, question.cost);
-        let within = match self.settings.patience.and_then(|of| of(request)) {
-            Some(patience) => patience.min(max),
-            None => max,
-        };
+        let mut within = max;
+        if let Some(patience_of) = self.settings.patience
+            && let Some(patience) = patience_of(request)
+        {
+            within = within.min(patience);
+        }
         match queues.join(&take, instant().checked_add(within), denied) {
             Ok(acquire) => Admission::Undecided(Pending::Queued {
                 acquire: Box::new(acquire),
@@ -417,7 +424,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && policies.in_flight().is_none()
         {
             // The permit was charged without the id, since any waiter may get it.
-            let record = Check::record(question.key, policies, id, question.cost);
+            let record = Check::charge(question.key, policies, 0)
+                .with_extra(Extra::Recorded(id, question.cost));
             self.ops.put(PendingOp::of_check(record));
         }
         self.conclude(request, &mut question, Some(charge), Ok(decision), grant)
@@ -452,6 +460,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         answer: Result<Decision, StoreError>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
+        // Usually there is no observer, and the default one needs denials and errors only.
         if self.notifier.is_notified(&answer) {
             let Question {
                 key, cost, since, ..
@@ -466,17 +475,24 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             Err(_) => {
                 self.notifier.uncounted(UncountedReason::Failed, true);
-                question.slot = question.slot.take().map(Slot::admitted_after_error);
+                if let Some(slot) = question.slot.take() {
+                    question.slot = Some(slot.admitted_after_error());
+                }
             }
         }
         if question.slot.is_some() {
             grant.slot = question.slot.take();
         }
+        // With a charge, the slot is held as long as the charge, which the handler may clone.
         if self.settles() {
-            let decision = grant.decision.as_ref();
-            let reserved = decision.and_then(|decision| question.reserved(charged, decision));
+            let reserved = match &grant.decision {
+                Some(decision) => question.reserved(charged, decision),
+                // Admitted after an error: nothing is reserved.
+                None => None,
+            };
             grant.charge = Some(self.charge(reserved, grant.slot.take()));
         }
+        // Last, since the checks of shadows add their charges to that of the request.
         if self.has_shadows() {
             grant.try_shadows(self, request, question.key, question.id);
         }
@@ -555,6 +571,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
 impl<R: 'static> Selector<R> {
     pub(crate) fn new(selector: impl PolicySelector<R>) -> Self {
+        // Fixed policies cost a request neither a virtual call nor a clone.
         match selector.fixed() {
             Some(policies) => Self::Fixed(policies),
             None => Self::ByRequest(Arc::new(selector)),
@@ -566,7 +583,7 @@ impl<R: 'static> Selector<R> {
     pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Cow<'_, Policies>> {
         match self {
             Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
-            Self::ByRequest(selector) => selector.policies(request, key).map(Cow::Owned),
+            Self::ByRequest(selector) => Some(Cow::Owned(selector.policies(request, key)?)),
         }
     }
 
@@ -680,16 +697,12 @@ impl Question {
         if decision.is_repeated() {
             return None;
         }
-        charged.or_else(|| {
-            let decision = decision.clone();
-            Some(Charge::new(
-                self.key,
-                decision,
-                self.cost,
-                self.since?,
-                instant(),
-            ))
-        })
+        if charged.is_some() {
+            return charged;
+        }
+        let since = self.since?;
+        let decision = decision.clone();
+        Some(Charge::new(self.key, decision, self.cost, since, instant()))
     }
 }
 
@@ -812,10 +825,10 @@ impl<D> Grant<D> {
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
     #[inline]
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
-        let decision = self.decision.take();
+        let decision = self.decision.take()?;
         match &self.charge {
-            Some(charge) => decision.map(|decision| charge.charges().update(decision)),
-            None => decision,
+            Some(charge) => Some(charge.charges().update(decision)),
+            None => Some(decision),
         }
     }
 
@@ -825,15 +838,14 @@ impl<D> Grant<D> {
 
     /// Settles the charge after the response head, if the cost is final, and adjusts the decision.
     pub(crate) fn settle(&mut self, settlement: Settlement) {
-        let settled = self
-            .charge
-            .as_ref()
-            .and_then(|charge| charge.charges().settle(settlement));
-        if let Some(Settled { reserved, cost }) = settled
-            && cost != reserved
+        let Some(charge) = &self.charge else {
+            return;
+        };
+        if let Some(settled) = charge.charges().settle(settlement)
+            && settled.cost != settled.reserved
+            && let Some(decision) = self.decision.take()
         {
-            let decision = self.decision.take();
-            self.decision = decision.map(|decision| decision.settled(reserved, cost));
+            self.decision = Some(settled.update(decision));
         }
     }
 
@@ -843,7 +855,7 @@ impl<D> Grant<D> {
 
     /// Returns the decisions of shadows and dry runs, or `None` if there are no such checks.
     pub(crate) fn take_shadows(&mut self) -> Option<impl Iterator<Item = Decision> + use<D>> {
-        self.shadows.take().map(|shadows| shadows.into_decisions())
+        Some(self.shadows.take()?.into_decisions())
     }
 
     /// Moves the charge out of the grant: the response body owns it until its end.
@@ -855,6 +867,7 @@ impl<D> Grant<D> {
     /// is alive, and releases the slots in any case. The charges of pending shadow checks are
     /// settled after their replies.
     pub(crate) fn end(&mut self) {
+        // A clone of the charge may keep it open, but the request is no longer in flight.
         if let Some(charge) = self.charge.take() {
             charge.charges().end();
         }
@@ -869,9 +882,10 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
     /// Polls the shadow checks; ready when all are decided.
     #[inline]
     pub(crate) fn poll_shadows(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.shadows
-            .as_mut()
-            .map_or(Poll::Ready(()), |shadows| shadows.poll(cx))
+        match &mut self.shadows {
+            Some(shadows) => shadows.poll(cx),
+            None => Poll::Ready(()),
+        }
     }
 }
 

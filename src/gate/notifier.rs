@@ -8,7 +8,8 @@ use tokio::time::Instant;
 
 use super::MissingKey;
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies, Policy};
+use crate::leases::{has_lease, is_leasable};
+use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
     CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, NEVER_PASSES, NO_ROUTE,
@@ -167,11 +168,8 @@ impl Notifier {
     /// Reports, once, a cost above the burst, for which no wait makes room.
     #[cold]
     fn never_passes(&self, cost: u32, decision: &Decision) {
-        let policy = decision
-            .policies()
-            .iter()
-            .map(Policy::whole)
-            .find(|policy| policy.quota().capacity() < cost);
+        let mut each = decision.policies().whole().iter();
+        let policy = each.find(|policy| policy.quota().capacity() < cost);
         if let Some(policy) = policy
             && !self.misconfiguration.reported_cost.swap(true, Relaxed)
         {
@@ -243,8 +241,7 @@ impl Notifier {
     }
 
     /// Reports, once, if another layer or limiter over the same store counts by these policies with another
-    /// limit. Buckets of two quotas are two counts, so each of their layers keeps its limit.
-    /// Windows, logs and requests in flight share one count.
+    /// limit, so that each uses up the limit of the other.
     #[inline]
     pub(crate) fn shared_count(
         &self,
@@ -277,35 +274,28 @@ impl Notifier {
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        if check.policies().has_lease() && !self.misconfiguration.sent_leased.load(Relaxed) {
-            return self.send_leased(store, check);
+        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.load(Relaxed) {
+            self.examine_lease(store, &check);
         }
         store.check(check)
     }
 
+    /// Looks at the first check under a leased policy that costs something.
     #[cold]
-    fn send_leased<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+    fn examine_lease(&self, store: &impl Store, check: &Check) {
         if check.cost() == 0 {
-            return store.check(check);
+            return;
         }
-        let policies = check.policies().clone();
-        if !check.is_leasable() {
-            self.never_leased(&policies);
-            return store.check(check);
-        }
-        let (check, offered) = check.watched();
-        let answer = store.check(check);
-        if offered.load(Relaxed) {
+        if is_leasable(check) && store.backend().leases() {
             self.misconfiguration.sent_leased.store(true, Relaxed);
         } else {
-            self.never_leased(&policies);
+            self.never_leased(check.policies());
         }
-        answer
     }
 
     /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
     pub(crate) fn never_leased(&self, policies: &Policies) {
-        if policies.has_lease() && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
+        if has_lease(policies) && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

@@ -33,7 +33,7 @@ use crate::observe::Observer;
 ///     }
 /// }
 /// # fn is_selector(_: impl PolicySelector) {}
-/// # let policy = tower_redis_ratelimit::Policy::new("p", Default::default(), "1/s".parse()?)?;
+/// # let policy = tower_redis_ratelimit::Policy::new("p", Default::default(), "1/s")?;
 /// # is_selector(ByMethod { reads: policy.clone().into(), writes: policy.into() });
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```

@@ -98,6 +98,7 @@ impl<D> Shadows<D> {
             return;
         };
         let check = gate.check(counted_by, &policies, request, id);
+        // Only a dry run: a shadow is no limit, so its cost is not what the request has reserved.
         if let Some(charge) = &self.reporter.charge
             && counted_by == key
         {
@@ -143,7 +144,11 @@ impl Reporter {
         if !decision.is_allowed() {
             return Some(decision);
         }
-        let slot = question.slot.take().filter(|_| !self.has_ended);
+        let mut slot = question.slot.take();
+        // A reply after the end of the call: nothing else would release the slot.
+        if self.has_ended {
+            slot = None;
+        }
         match &self.charge {
             None => self.slots.extend(slot),
             Some(charge) => {

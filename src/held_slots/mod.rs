@@ -25,7 +25,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
 use crate::error::StoreError;
-use crate::limit::{ChargedAt, Check, Decision, Key, Policies, Policy, SlotId};
+use crate::limit::{Check, Decision, Key, MadeBy, Policies, SlotId};
 use crate::observe::Observer;
 use crate::store::{Store, op_queue};
 use crate::util::{RandomState, instant, lock};
@@ -99,7 +99,7 @@ impl InFlightTracker {
             is_unanswered: true,
         };
         lock(&self.0.slots).by_id.insert(id, tracked);
-        // The task ends under the same lock.
+        // Exact, since the task ends under the same lock.
         if !self.0.renewer.is_running() {
             self.0.ensure_renewer();
         }
@@ -118,10 +118,10 @@ impl Slot {
         let shared = &self.tracker.0;
         match reply {
             Ok(decision) if decision.is_allowed() => {
-                shared.keep_renewed(self.id, !decision.is_unsure())
+                shared.keep_renewed(self.id, decision.made_by() != MadeBy::Unsure)
             }
             // The shared store may have granted the slot: keep it, so that `drop` releases it.
-            Ok(decision) if decision.is_unsure() => {}
+            Ok(decision) if decision.made_by() == MadeBy::Unsure => {}
             Ok(_) => drop(shared.remove(self.id)),
             Err(error) => {
                 if let Some(tracked) = lock(&shared.slots).by_id.get_mut(&self.id) {
@@ -172,13 +172,13 @@ struct Renewal {
 }
 
 impl TrackedSlot {
+    /// A third of the shortest TTL, so that a slot outlives a lost renewal.
     fn renewal_interval(&self) -> Duration {
-        self.policies
-            .iter()
-            .map(|policy: &Policy| policy.quota().period())
-            .min()
-            .unwrap_or_default()
-            / 3
+        let mut ttl = Duration::MAX;
+        for policy in &self.policies {
+            ttl = ttl.min(policy.quota().period());
+        }
+        ttl / 3
     }
 }
 
@@ -197,10 +197,14 @@ impl TrackedSlots {
     /// Returns the renewals of the slots that are due before the next tick: the `max` oldest. The others stay due.
     fn due(&mut self, now: Instant, max: usize) -> Vec<Renewal> {
         let next_tick = now + TICK;
-        let due = self.renewals.iter().take(max);
-        let due = due.take_while(|(at, _)| *at <= next_tick);
         // Collected first: scheduling moves the renewals.
-        let ids: Vec<SlotId> = due.map(|(_, id)| *id).collect();
+        let mut ids = vec![];
+        for (at, id) in self.renewals.iter().take(max) {
+            if *at > next_tick {
+                break;
+            }
+            ids.push(*id);
+        }
         let mut renewals = Vec::with_capacity(ids.len());
         for id in ids {
             let Some(tracked) = self.schedule(id, now) else {
@@ -217,7 +221,7 @@ impl TrackedSlots {
 
     /// Returns the caller of a slot that has expired because its renewal is late, unless one was returned at the last
     /// call.
-    fn newly_late(&mut self, now: Instant) -> Option<Key> {
+    fn take_newly_late(&mut self, now: Instant) -> Option<Key> {
         let late = self.late_caller(now);
         let were_late = mem::replace(&mut self.are_late, late.is_some());
         if were_late { None } else { late }
@@ -271,7 +275,8 @@ impl SharedSlots {
         let room = self.ops.renewal_room();
         let mut slots = lock(&self.slots);
         let renewals = slots.due(now, room);
-        let late = slots.newly_late(now);
+        let late = slots.take_newly_late(now);
+        // The rest notifies the observer, and sends checks: both run the user's code.
         drop(slots);
         let is_full = renewals.len() == room;
         if let Some(key) = late {
@@ -291,8 +296,8 @@ impl SharedSlots {
 
     fn on_renewed(&self, id: SlotId, was_unanswered: bool, decision: &Decision) {
         // A fallback's renewal is no reply to earlier checks.
-        let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
-        let is_unanswered = decision.is_unsure() || is_local && was_unanswered;
+        let is_local = decision.made_by() != MadeBy::There;
+        let is_unanswered = decision.made_by() == MadeBy::Unsure || is_local && was_unanswered;
         self.keep_renewed(id, !is_unanswered);
     }
 }
@@ -307,6 +312,7 @@ async fn renew(shared: Weak<SharedSlots>, task: Task) {
         };
         {
             let slots = lock(&shared.slots);
+            // Ended under the lock: a slot that is tracked later finds no task, and starts one.
             if slots.by_id.is_empty() {
                 return drop(task);
             }

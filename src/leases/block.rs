@@ -2,8 +2,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::leasable::lease_time;
 use crate::background::PendingOp;
-use crate::limit::{Charge, Check, Decision, Frees, Key, Policies};
+use crate::limit::{Charge, Check, Decision, Frees, Key, Policies, Source, micros};
 use crate::util::instant;
 
 /// Quota of one caller that was charged in advance and is spent in memory until it expires.
@@ -24,10 +25,12 @@ impl Block {
         // Clock-aligned windows end by the store's clock. Counting from `asked_at`, before the charge, cannot overshoot
         // the end.
         let windows = decision
-            .verdicts()
+            .policies()
+            .iter()
+            .zip(&decision.verdicts().each)
             .filter(|(policy, _)| policy.frees() == Frees::WithWindow)
             .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64));
-        let lease = decision.policies().lease().map(|lease| lease.time);
+        let lease = lease_time(decision.policies());
         let lifetime = windows.chain(lease).min().unwrap_or_default();
         // The last eighth allows for a clock slower than the store's.
         let expires_at = asked_at + lifetime / 8 * 7;
@@ -60,7 +63,7 @@ impl Block {
             return Err(check);
         }
         let age = self.charge.age(now);
-        Ok(self.charge.decision().part(check, self.left, age))
+        Ok(part(self.charge.decision(), check, self.left, age))
     }
 
     pub(super) fn is_expired(&self, now: Instant) -> bool {
@@ -82,6 +85,26 @@ impl Block {
     }
 }
 
+/// Returns the decision on a check whose cost is taken from the grant of the block's decision, `age` after it, so that `left`
+/// of the grant is left. What the store reported to remain is added to that. A [refund](Decision::refund) treats the part as
+/// if it had been charged alone at the time of the block's decision.
+fn part(of_block: &Decision, check: Check, left: u32, age: Duration) -> Decision {
+    let mut verdicts = of_block.verdicts().clone();
+    verdicts.granted = check.cost().into();
+    verdicts.age += micros(age);
+    for (verdict, policy) in verdicts.each.iter_mut().zip(of_block.policies()) {
+        let capacity = i64::from(policy.quota().capacity());
+        verdict.remaining = (verdict.remaining + i64::from(left)).min(capacity);
+    }
+    let part = check.answer(verdicts, Source::Leased);
+    if part.decider() == of_block.decider() {
+        return part;
+    }
+    // The policy that decided on the block decides on its parts.
+    let of_decider = part.each().nth(of_block.decider());
+    of_decider.unwrap_or(part)
+}
+
 /// The least amount of a charge that drains within `time`, regardless of other charges. In a log or a window a refund
 /// is limited by what still counts of the charge, so no limit is needed here. A refill at intervals may not have
 /// happened yet.
@@ -96,4 +119,24 @@ fn min_drained_in(policies: &Policies, time: Duration) -> u32 {
         | Frees::OnRelease => u32::MAX,
     });
     drained.min().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Policy, Quota, Strategy, Verdict};
+
+    #[test]
+    fn expired_parts_are_not_refunded() {
+        let (key, second) = (Key::GLOBAL, Duration::from_secs(1));
+        let policies = Policy::new("five", Strategy::Gcra, Quota::per_second(5)).unwrap();
+        let policies = policies.into();
+        let verdict = Verdict::allowed().with_reset_after(second);
+        let whole = Check::take(key, &policies, 2).decided(Source::Redis, 2, |_| verdict);
+        let part = part(&whole, Check::take(key, &policies, 1), 1, second / 2);
+        let just_before = Duration::from_micros(499_999);
+        for (age, refunds) in [(just_before, 1), (second / 2, 0)] {
+            assert_eq!(part.refund(key, 1, age).count(), refunds, "after {age:?}");
+        }
+    }
 }

@@ -12,6 +12,7 @@ use super::block::Block;
 use super::busy::BusyCallers;
 use super::caller::{BlockRequest, BusyCaller};
 use super::future::LeasedFuture;
+use super::leasable::{is_leasable, lease_time, of_block};
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
@@ -86,14 +87,13 @@ impl<S: Store> SharedLeases<S> {
         check: Check,
         waited_until: Option<Instant>,
     ) -> Answer<LeasedFuture<S>> {
-        let Some(lease) = check.policies().lease() else {
+        let Some(lease) = lease_time(check.policies()) else {
             return self.send(check);
         };
         let (shard, caller) = self.shards.of(check.key());
-        let digest = caller.of_count(lease.id);
-        if check.is_leasable() {
-            check.offer();
-            return self.spend(check, shard, digest, lease.time, waited_until);
+        let digest = caller.of_count(check.policies().id());
+        if is_leasable(&check) {
+            return self.spend(check, shard, digest, lease, waited_until);
         }
         match check.mode() {
             Mode::Refund => {
@@ -205,7 +205,7 @@ impl<S: Store> SharedLeases<S> {
         policies: &Policies,
         request: BlockRequest,
     ) {
-        let check = Check::up_to(key, policies, request.size).for_block();
+        let check = of_block(Check::up_to(key, policies, request.size));
         let inner = Arc::downgrade(self);
         let queue = self.queue().downgrade();
         let awaited = self.awaited.subscribe();

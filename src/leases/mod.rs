@@ -6,6 +6,7 @@
 //! | `busy` | detects busy callers |
 //! | `caller` | one caller's blocks, and the size of the next one |
 //! | `block` | a charged block and its expiry |
+//! | `leasable` | the checks that blocks decide |
 //! | `inner` | all busy callers; requests blocks and refunds unspent quota, off the request path |
 //! | `future` | the decision on a check, which may wait for a block |
 //!
@@ -23,6 +24,7 @@ mod busy;
 mod caller;
 mod future;
 mod inner;
+mod leasable;
 #[cfg(test)]
 mod tests;
 
@@ -33,6 +35,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::future::LeasedFuture;
+
+pub(crate) use self::leasable::{has_lease, is_leasable, without_block};
 
 use self::inner::SharedLeases;
 use crate::limit::{Check, Decision, Key};
@@ -188,6 +192,10 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn deadline(&self) -> Option<Duration> {
         self.inner.store.backend().deadline()
+    }
+
+    fn leases(&self) -> bool {
+        true
     }
 
     fn unreconciled(&self) -> Unreconciled {

@@ -1,4 +1,4 @@
-use super::{Check, Mode, Verdicts};
+use super::{Check, Extra, Mode, Policies, Verdicts};
 
 /// The decision on a check with an id, returned again to repeated checks for the longest period of
 /// its policies.
@@ -18,17 +18,21 @@ impl Answered {
     /// A repetition passes, also of a charge that a full debt has cut to nothing.
     pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
         let mut verdicts = verdicts.clone();
-        if let Some(granted) = check.recorded() {
-            verdicts.granted = granted.into();
+        if let Some(Extra::Recorded(_, granted)) = check.extra() {
+            verdicts.granted = (*granted).into();
         }
-        verdicts
-            .each
-            .iter_mut()
-            .for_each(|verdict| verdict.wait = 0);
+        for verdict in &mut verdicts.each {
+            verdict.wait = 0;
+        }
         Self {
-            period: check.policies().longest_period(),
+            period: longest_period(check.policies()),
             verdicts,
         }
+    }
+
+    /// Returns how long the id is remembered, in microseconds.
+    pub(crate) fn period(&self) -> i64 {
+        self.period
     }
 
     /// Returns the decision for another check with the same id and number of policies. The decision
@@ -45,4 +49,10 @@ impl Answered {
         }
         Some(again)
     }
+}
+
+/// Returns the longest period, in microseconds.
+fn longest_period(policies: &Policies) -> i64 {
+    let periods = policies.iter().map(|policy| policy.params().period);
+    periods.max().unwrap_or(0)
 }

@@ -133,6 +133,24 @@ impl PolicyCharge {
         }
     }
 
+    /// Returns the charge with its age at the time `now` of the store that made it, as Redis computes it: the refund may have
+    /// been delayed.
+    pub(super) fn arriving(self, now: i64) -> Self {
+        let at = self.at.micros();
+        if at == 0 {
+            return self;
+        }
+        let computed = now - at;
+        // The sender's age is from the reply on, so it is greater only after a change of the clock. A turn counts from its
+        // due time, which is `at`.
+        let age = if self.is_turn {
+            computed.max(0)
+        } else {
+            computed.max(self.age)
+        };
+        Self { age, ..self }
+    }
+
     /// The rest of `reset_after`, in microseconds: above 0 if the charge still counts.
     pub(crate) fn left(&self) -> i64 {
         self.reset - self.age
@@ -182,7 +200,7 @@ mod tests {
         let refund = |seconds| charge.refund(4, since + Duration::from_secs(seconds));
         let check = refund(3).unwrap();
         assert_eq!((check.mode(), check.cost()), (Mode::Refund, 4));
-        let charged = check.charged_under(0);
+        let charged = check.charged_under(0, 0).unwrap();
         assert_eq!(
             (charged.cost, charged.age, charged.left()),
             (10, 3_000_000, 7_000_000)
@@ -197,7 +215,12 @@ mod tests {
         let ahead = Check::take_ahead(Key::GLOBAL, &policies, 10, Duration::from_secs(60));
         let turn = charge(&policies, ahead, 60, since);
         let due = since + Duration::from_secs(10);
-        let charged = turn.due().refund(10, due).unwrap().charged_under(0);
+        let charged = turn
+            .due()
+            .refund(10, due)
+            .unwrap()
+            .charged_under(0, 0)
+            .unwrap();
         assert_eq!((charged.age, charged.is_turn), (0, true));
     }
 }

@@ -1,6 +1,3 @@
-use std::borrow::Cow;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -8,7 +5,7 @@ use smallvec::SmallVec;
 use super::strategy::Ask;
 use super::{
     Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId, Source,
-    State, Verdict, Verdicts, duration,
+    State, Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -31,19 +28,25 @@ pub struct Check {
     policies: Policies,
     mode: Mode,
     cost: u32,
-    /// Whether the charge is settled later.
-    reserves: bool,
-    sender: SentBy,
+    sending: Sending,
     /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
-    leasing: Leasing,
-    /// Rarely used fields, boxed.
+    /// What few checks have, boxed.
     extra: Option<Box<Extra>>,
+}
+
+/// How a check is sent. It changes no decision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sending {
+    pub(crate) by: SentBy,
+    /// Whether the sender limits the time of the check itself, as a [`Fallback`](crate::Fallback) and a
+    /// [`Leased`](crate::Leased) store do.
+    pub(crate) is_timed: bool,
 }
 
 /// The sender of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SentBy {
+pub(crate) enum SentBy {
     /// A request, which awaits the reply.
     Request,
     /// The queue of background operations.
@@ -52,29 +55,23 @@ enum SentBy {
     Retry,
 }
 
-/// How a check takes part in [leased](crate::Leased) quota.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Leasing {
-    /// A block may decide the check.
-    Possible,
-    /// No block may decide the check.
-    Never,
-    /// The check charges a block.
-    Block,
-}
-
-/// Rarely used fields.
+/// What few checks have.
 #[derive(Debug, Clone)]
-enum Extra {
+pub(crate) enum Extra {
     Id(Key),
-    /// The id of a request that was charged without it, and its cost.
+    /// The id of a request that was charged without it, and its cost. The check stores the id and charges nothing: a
+    /// repetition is granted that cost.
     Recorded(Key, u32),
     /// For a take ahead, the maximum wait; for a debt, the time that it takes to refill. In
     /// microseconds.
     Within(i64),
+    /// The charge that a refund returns, under each policy.
     Charged(EachCharge),
-    /// Set by a [`Leased`](crate::Leased) store that could decide it by a block.
-    Offered(Arc<AtomicBool>),
+    /// The check charges a block of a [`Leased`](crate::Leased) store. A [`Fallback`](crate::Fallback) sends it to its primary
+    /// store only.
+    Block,
+    /// No block of a [`Leased`](crate::Leased) store may decide the check.
+    Unleased,
 }
 
 impl Check {
@@ -114,11 +111,7 @@ impl Check {
         } else {
             0
         };
-        let extra = Some(Box::new(Extra::Within(within)));
-        Self {
-            extra,
-            ..Self::new(key, policies, Mode::TakeAhead, cost)
-        }
+        Self::new(key, policies, Mode::TakeAhead, cost).with_extra(Extra::Within(within))
     }
 
     /// Takes as much of `cost` as the policies allow; [`Decision::granted`] returns the amount.
@@ -140,27 +133,6 @@ impl Check {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Stores the id of a request that was charged without it: a repetition is granted `granted`.
-    /// Charges nothing.
-    pub(crate) fn record(key: Key, policies: &Policies, id: Key, granted: u32) -> Self {
-        let extra = Some(Box::new(Extra::Recorded(id, granted)));
-        Self {
-            extra,
-            ..Self::charge(key, policies, 0)
-        }
-    }
-
-    /// Charges a debt that takes `time` to refill, or nothing if the debt is already larger, so
-    /// that repeated and concurrent charges do not add up. Only for policies of buckets. The
-    /// debt is at most the capacity.
-    pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
-        let extra = Some(Box::new(Extra::Within(duration::micros(time))));
-        Self {
-            extra,
-            ..Self::charge(key, policies, u32::MAX)
-        }
-    }
-
     /// Refunds `cost` of a charge made just before. Each policy refunds at most what it counts.
     /// [`Decision::granted`] returns the amount: the largest refund of a single policy.
     ///
@@ -170,15 +142,6 @@ impl Check {
     /// [`release`](Self::release).
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Refund, cost)
-    }
-
-    /// Refunds `cost` of an earlier charge, or of a charge made just before if `charged` is empty.
-    pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: EachCharge) -> Self {
-        let extra = Some(Box::new(Extra::Charged(charged)));
-        Self {
-            extra,
-            ..Self::refund(key, policies, cost)
-        }
     }
 
     /// Resets the caller's counts. A later refund of a charge made before the reset is deducted
@@ -220,10 +183,11 @@ impl Check {
             policies: policies.clone(),
             mode,
             cost,
-            reserves: false,
-            sender: SentBy::Request,
+            sending: Sending {
+                by: SentBy::Request,
+                is_timed: false,
+            },
             slot,
-            leasing: Leasing::Possible,
             extra: None,
         }
     }
@@ -246,27 +210,40 @@ impl Check {
     /// flight](crate::Policy::in_flight), each take is charged.
     #[doc(alias = "idempotency")]
     #[must_use]
-    pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
-        self.identify(Key::new(id));
-        self
+    pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
+        match self.extra() {
+            None | Some(Extra::Id(_) | Extra::Unleased) => {
+                let id = Key::new(id);
+                self.with_extra(Extra::Id(id))
+            }
+            Some(Extra::Recorded(..) | Extra::Within(_) | Extra::Charged(_) | Extra::Block) => self,
+        }
     }
 
-    /// Turns the check into a peek. With an id, it repeats the stored decision.
-    pub(crate) fn peeking(self) -> Self {
+    /// Adds what few checks have, in place of any other.
+    pub(crate) fn with_extra(self, extra: Extra) -> Self {
         Self {
-            mode: Mode::Peek,
+            extra: Some(Box::new(extra)),
             ..self
         }
     }
 
-    /// Adds an [id](Self::with_id).
-    pub(crate) fn identify(&mut self, id: Key) {
-        match self.extra.as_deref() {
-            Some(Extra::Within(_) | Extra::Charged(_) | Extra::Recorded(..)) => {}
-            None | Some(Extra::Id(_) | Extra::Offered(_)) => {
-                self.extra = Some(Box::new(Extra::Id(id)));
-            }
+    /// Replaces the mode. Only a [take ahead](Self::take_ahead) keeps its maximum wait.
+    pub(crate) fn with_mode(self, mode: Mode) -> Self {
+        let extra = match self.extra.as_deref() {
+            Some(Extra::Within(_)) if mode != Mode::TakeAhead => None,
+            _ => self.extra,
+        };
+        Self {
+            mode,
+            extra,
+            ..self
         }
+    }
+
+    /// Replaces the policies.
+    pub(crate) fn under(self, policies: Policies) -> Self {
+        Self { policies, ..self }
     }
 
     /// Returns the caller.
@@ -298,61 +275,28 @@ impl Check {
         }
     }
 
-    /// Returns the cost that a repetition is granted, if the check only [records](Self::record) an id.
-    pub(crate) fn recorded(&self) -> Option<u32> {
-        match self.extra.as_deref() {
-            Some(Extra::Recorded(_, granted)) => Some(*granted),
-            _ => None,
-        }
-    }
-
-    /// Returns the maximum wait in microseconds: 0 for none.
-    pub(crate) fn within(&self) -> i64 {
-        match self.extra.as_deref() {
-            Some(Extra::Within(within)) => *within,
-            _ => 0,
-        }
-    }
-
     /// Returns the slot that the check takes, renews or releases under a policy of requests [in
     /// flight](crate::Policy::in_flight).
     pub fn slot(&self) -> Option<SlotId> {
         self.slot
     }
 
-    /// Returns the check that repeats this one's effect on slots in another store, given this one's
-    /// decision.
-    pub(crate) fn mirrored(&self, decision: &Decision) -> Option<Self> {
-        let policies = self.policies.in_flight()?;
-        match (self.mode, self.slot) {
-            (Mode::Reset, _) => Some(Self::reset(self.key, policies)),
-            (Mode::Release, Some(slot)) => Some(Self::release(self.key, policies, slot)),
-            (_, Some(slot)) if decision.is_allowed() => Some(Self::renew(self.key, policies, slot)),
-            _ => None,
-        }
-    }
-
-    /// Returns the refunded charge under each policy; empty for a charge made just before.
-    pub(crate) fn charged(&self) -> &[PolicyCharge] {
-        match self.extra.as_deref() {
-            Some(Extra::Charged(charged)) => charged,
-            _ => &[],
-        }
-    }
-
-    /// Returns the refunded charge under the policy at this index.
-    pub(crate) fn charged_under(&self, policy: usize) -> PolicyCharge {
-        match self.charged().get(policy) {
-            Some(charge) => *charge,
-            None => PolicyCharge::just_now(self.cost.into()),
-        }
-    }
-
-    /// Sets whether the charge is settled later. No block decides such a check.
+    /// Returns what few checks have.
     #[inline]
-    pub(crate) fn reserving(mut self, reserves: bool) -> Self {
-        self.reserves = reserves;
-        self
+    pub(crate) fn extra(&self) -> Option<&Extra> {
+        self.extra.as_deref()
+    }
+
+    /// Returns how the check is sent.
+    #[inline]
+    pub(crate) fn sending(&self) -> Sending {
+        self.sending
+    }
+
+    /// Returns how the check is sent, to change it.
+    #[inline]
+    pub(crate) fn sending_mut(&mut self) -> &mut Sending {
+        &mut self.sending
     }
 
     /// Returns `true` if less may be charged after the check than before.
@@ -361,126 +305,21 @@ impl Check {
         matches!(self.mode, Mode::Refund | Mode::Reset | Mode::Release)
     }
 
-    /// Marks a check that no request awaits, which may have been sent before.
-    pub(crate) fn in_background(self, is_retry: bool) -> Self {
-        let sender = if is_retry {
-            SentBy::Retry
-        } else {
-            SentBy::Background
+    /// Returns the maximum wait in microseconds: 0 for none.
+    pub(crate) fn within(&self) -> i64 {
+        match self.extra() {
+            Some(Extra::Within(within)) => *within,
+            _ => 0,
+        }
+    }
+
+    /// Returns the refunded charge under the policy at this index, at the time `now` of the store. `None` for a charge made
+    /// just before.
+    pub(super) fn charged_under(&self, policy: usize, now: i64) -> Option<PolicyCharge> {
+        let Some(Extra::Charged(each)) = self.extra() else {
+            return None;
         };
-        Self { sender, ..self }
-    }
-
-    /// Returns `true` if the check may be sent a little later, together with others.
-    #[inline]
-    pub(crate) fn is_patient(&self) -> bool {
-        self.sender != SentBy::Request
-    }
-
-    /// Returns `true` if later checks of the caller must not overtake the check: it gives something back for the first
-    /// time.
-    #[inline]
-    pub(crate) fn holds_back_later(&self) -> bool {
-        self.gives_room() && self.sender != SentBy::Retry
-    }
-
-    /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.
-    /// A [`Fallback`](crate::Fallback) sends it to its primary store only.
-    pub(crate) fn for_block(self) -> Self {
-        Self {
-            leasing: Leasing::Block,
-            ..self
-        }
-    }
-
-    /// Returns `true` if the check charges a block.
-    pub(crate) fn is_for_block(&self) -> bool {
-        self.leasing == Leasing::Block
-    }
-
-    /// Prepares the check for the primary store of a [`Fallback`](crate::Fallback), in which no
-    /// [`Leased`](crate::Leased) store may decide it from a block.
-    pub(crate) fn in_fallback(self) -> Self {
-        let leasing = if self.is_for_block() {
-            Leasing::Block
-        } else {
-            Leasing::Never
-        };
-        Self { leasing, ..self }
-    }
-
-    /// Returns `true` if a [`Fallback`](crate::Fallback) or a block limits the time of the check.
-    pub(crate) fn is_in_fallback(&self) -> bool {
-        self.leasing != Leasing::Possible
-    }
-
-    /// Returns `true` if a block may decide the check.
-    #[inline]
-    pub(crate) fn is_leasable(&self) -> bool {
-        let takes = self.mode == Mode::Take && self.cost > 0;
-        let is_plain = self.id().is_none() && !self.reserves;
-        takes && is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
-    }
-
-    /// Returns the check without an id, and a flag that a [`Leased`](crate::Leased) store
-    /// [sets](Self::offer).
-    pub(crate) fn watched(self) -> (Self, Arc<AtomicBool>) {
-        let offered = Arc::new(AtomicBool::new(false));
-        let extra = Some(Box::new(Extra::Offered(Arc::clone(&offered))));
-        (Self { extra, ..self }, offered)
-    }
-
-    /// Sets the flag: a [`Leased`](crate::Leased) store received the check, and a block may decide it.
-    #[inline]
-    pub(crate) fn offer(&self) {
-        if let Some(Extra::Offered(offered)) = self.extra.as_deref() {
-            offered.store(true, Relaxed);
-        }
-    }
-
-    /// Returns the check with the age of the refunded charge at the time `now` of the store that made it, as Redis
-    /// computes it: the check may have been delayed.
-    pub(crate) fn arriving(&self, now: i64) -> Cow<'_, Self> {
-        if self.charged().is_empty() {
-            // Few checks are refunds: the others are not cloned.
-            return Cow::Borrowed(self);
-        }
-        let mut check = self.clone();
-        if let Some(Extra::Charged(each)) = check.extra.as_deref_mut() {
-            for charged in each {
-                let at = charged.at.micros();
-                if at == 0 {
-                    continue;
-                }
-                let computed = now - at;
-                // The sender's age is from the reply on, so it is greater only after a change of the clock. A turn counts
-                // from its due time, which is `at`.
-                charged.age = if charged.is_turn {
-                    computed.max(0)
-                } else {
-                    computed.max(charged.age)
-                };
-            }
-        }
-        Cow::Owned(check)
-    }
-
-    /// Makes a [take ahead](Self::take_ahead) a take. A fallback reserves no turns: its primary store could not count
-    /// all of them afterwards, and would give the same turns again.
-    pub(crate) fn without_turn(self) -> Self {
-        match self.mode {
-            Mode::TakeAhead => Self {
-                mode: Mode::Take,
-                extra: None,
-                ..self
-            },
-            _ => self,
-        }
-    }
-
-    /// Replaces the policies.
-    pub(crate) fn under(self, policies: Policies) -> Self {
-        Self { policies, ..self }
+        Some(each.get(policy)?.arriving(now))
     }
 
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
@@ -489,9 +328,10 @@ impl Check {
     /// gone back.
     #[inline]
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
+        let charged = self.charged_under(0, now);
         let ask = Ask {
             within: self.within(),
-            of: self.charged().first(),
+            of: charged.as_ref(),
             slot: self.slot,
             ..Ask::new(self.mode, self.cost.into(), now)
         };
@@ -513,8 +353,9 @@ impl Check {
         let mut granted = None;
         let mut each = SmallVec::with_capacity(states.len());
         for (i, (state, policy)) in states.iter_mut().zip(&self.policies).enumerate() {
+            let charged = self.charged_under(i, ask.now);
             let ask = Ask {
-                of: self.charged().get(i),
+                of: charged.as_ref(),
                 ..*ask
             };
             let (verdict, grants) = state.decide(policy.params(), &ask, max);

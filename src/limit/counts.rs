@@ -62,10 +62,9 @@ impl Counts {
     /// `now`.
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
-        let check = check.arriving(now);
-        let mut verdicts = self.verdicts(&check, now);
+        let mut verdicts = self.verdicts(check, now);
         verdicts.at = now - verdicts.age;
-        check.into_owned().answer(verdicts, source)
+        check.clone().answer(verdicts, source)
     }
 
     /// Returns the time at which all charges and ids have expired, so that the value can be dropped:

@@ -1,3 +1,4 @@
+use std::cmp::Ordering;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
@@ -57,6 +58,19 @@ pub trait IsKey: Into<Key> {}
 
 #[diagnostic::do_not_recommend]
 impl<T: Into<Key>> IsKey for T {}
+
+/// By their bytes in Redis.
+impl Ord for Key {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.as_bytes().cmp(other.as_bytes())
+    }
+}
+
+impl PartialOrd for Key {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
 
 /// First byte of a hashed key. A readable key cannot contain it.
 const HASHED: u8 = b'~';
@@ -394,6 +408,13 @@ mod tests {
 
     fn text(key: Key) -> String {
         String::from_utf8(key.as_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn keys_sort_by_their_text() {
+        let mut keys = ["b", "a10", "a", "ab"].map(Key::new);
+        keys.sort();
+        assert_eq!(keys.map(text), ["a", "a10", "ab", "b"]);
     }
 
     #[test]

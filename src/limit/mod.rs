@@ -8,6 +8,7 @@ mod check;
 mod counts;
 mod decision;
 mod duration;
+mod extensions;
 #[cfg(feature = "serde")]
 pub(crate) mod formats;
 #[cfg(test)]
@@ -24,11 +25,12 @@ mod strategy;
 mod words;
 
 pub use check::Check;
+pub(crate) use check::{Extra, SentBy};
 pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source, Verdict};
 pub use in_flight::SlotId;
 pub use key::{IsBytes, IsKey, Key};
-pub use policies::Policies;
+pub use policies::{IsPolicies, Policies};
 pub use policy::Policy;
 pub use quota::Quota;
 pub use rate_limited::RateLimited;
@@ -36,7 +38,7 @@ pub use strategy::{Align, Mode, Refill, Strategy};
 
 pub(crate) use answered::Answered;
 pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
-pub(crate) use decision::Verdicts;
+pub(crate) use decision::{MadeBy, Verdicts};
 pub(crate) use duration::micros;
 pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{PolicyKind, is_name};

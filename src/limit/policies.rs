@@ -1,14 +1,12 @@
-use std::any::Any;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::num::NonZeroU32;
 use std::ops::Index;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
 use super::Policy;
+use super::extensions::Extensions;
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more, with different names. All of them allow and charge the
@@ -52,18 +50,11 @@ pub struct Policies(Arc<SharedPolicies>);
 
 struct SharedPolicies {
     policies: SmallVec<[Policy; 1]>,
-    /// Identifies the counts of the list.
     id: u64,
-    /// The lease, if all policies are leased.
-    lease: Option<Lease>,
-    has_lease: bool,
     contents: Contents,
-    /// A hash of the addresses of the policies.
-    identity: u64,
-    /// An instance's share, for the most recent number of instances.
-    part: Mutex<Option<(NonZeroU32, Policies)>>,
-    /// A value that another module derived from the list.
-    derived: OnceLock<Box<dyn Any + Send + Sync>>,
+    /// The undivided policies, if some are an instance's share.
+    whole: Option<Policies>,
+    extensions: Extensions,
 }
 
 /// The kinds of policies in a list.
@@ -81,8 +72,15 @@ enum Contents {
 
 impl Contents {
     fn of(policies: &[Policy]) -> Self {
-        let (in_flight, costs): (SmallVec<_>, SmallVec<_>) =
-            policies.iter().cloned().partition(Policy::is_in_flight);
+        let mut costs = SmallVec::new();
+        let mut in_flight = SmallVec::new();
+        for policy in policies {
+            if policy.is_in_flight() {
+                in_flight.push(policy.clone());
+            } else {
+                costs.push(policy.clone());
+            }
+        }
         if in_flight.is_empty() {
             Self::Costs
         } else if costs.is_empty() {
@@ -93,31 +91,6 @@ impl Contents {
                 in_flight: Policies::of(in_flight),
             }
         }
-    }
-}
-
-/// The lease of a list of policies.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Lease {
-    /// The shortest lease time of the policies.
-    pub(crate) time: Duration,
-    /// Identifies the leased counts: lists with the same names but other quotas have another id.
-    pub(crate) id: u64,
-}
-
-impl Lease {
-    fn of(policies: &[Policy]) -> Option<Self> {
-        let mut shortest = Duration::MAX;
-        let mut hasher = DefaultHasher::new();
-        for policy in policies {
-            let time = policy.lease()?;
-            shortest = shortest.min(time);
-            (policy.name(), policy.kind(), policy.quota(), time).hash(&mut hasher);
-        }
-        Some(Self {
-            time: shortest,
-            id: hasher.finish(),
-        })
     }
 }
 
@@ -146,7 +119,8 @@ impl Policies {
             );
             return Err(ConfigError::new(text));
         }
-        for (i, name) in policies.iter().map(Policy::name).enumerate() {
+        for (i, policy) in policies.iter().enumerate() {
+            let name = policy.name();
             if policies[..i].iter().any(|other| other.name() == name) {
                 let text = format!(
                     "two policies are named {name:?}: use different names, since the name is part of the key"
@@ -158,15 +132,16 @@ impl Policies {
     }
 
     /// Combines at least one and at most [`MAX`](Self::MAX) policies with different names.
-    pub(crate) fn of(policies: SmallVec<[Policy; 1]>) -> Self {
+    fn of(policies: SmallVec<[Policy; 1]>) -> Self {
+        let mut hasher = DefaultHasher::new();
+        for policy in &policies {
+            policy.hash_into(&mut hasher);
+        }
         Self(Arc::new(SharedPolicies {
-            id: hash_of_each(&policies, Policy::id),
-            identity: hash_of_each(&policies, |policy| policy.address() as u64),
-            lease: Lease::of(&policies),
-            has_lease: policies.iter().any(|policy| policy.lease().is_some()),
+            id: hasher.finish(),
             contents: Contents::of(&policies),
-            part: Mutex::default(),
-            derived: OnceLock::new(),
+            whole: whole_of(&policies),
+            extensions: Extensions::default(),
             policies,
         }))
     }
@@ -176,22 +151,15 @@ impl Policies {
         &self.0.policies
     }
 
+    /// Returns the number of policies: 1 to [`MAX`](Self::MAX).
+    #[expect(clippy::len_without_is_empty, reason = "a list is never empty")]
+    pub fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+
     /// Iterates over the policies in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Policy> {
         self.as_slice().iter()
-    }
-
-    /// Returns the share of one of `instances` instances; see [`Policy::share`].
-    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
-        let mut last = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of, part)) = &*last
-            && *of == instances
-        {
-            return part.clone();
-        }
-        let part = Self::of(self.iter().map(|policy| policy.share(instances)).collect());
-        *last = Some((instances, part.clone()));
-        part
     }
 
     /// Returns the policies that count requests [in flight](Policy::in_flight).
@@ -215,7 +183,7 @@ impl Policies {
 
     /// Returns `true` if this policy counts towards `granted`. Beside other policies, one of
     /// requests in flight does not: it grants one request, not a cost.
-    pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
+    pub(super) fn tells_granted(&self, policy: &Policy) -> bool {
         match self.0.contents {
             Contents::Costs | Contents::InFlight => true,
             Contents::Both { .. } => !policy.is_in_flight(),
@@ -223,84 +191,45 @@ impl Policies {
     }
 
     /// Returns the undivided policies if these are an instance's share, otherwise the same list.
-    pub(crate) fn whole(&self) -> Self {
-        if self.iter().all(Policy::is_whole) {
-            return self.clone();
-        }
-        Self::of(self.iter().map(|policy| policy.whole().clone()).collect())
+    pub(crate) fn whole(&self) -> &Self {
+        self.0.whole.as_ref().unwrap_or(self)
     }
 
-    /// Returns the longest period, in microseconds.
-    pub(crate) fn longest_period(&self) -> i64 {
-        self.iter()
-            .map(|policy| policy.params().period)
-            .max()
-            .unwrap_or(0)
-    }
-
-    /// Returns how long a charge counts at most, in microseconds. A debt counts for longer.
-    pub(crate) fn longest_count(&self) -> i64 {
-        self.iter().map(Policy::counts_for).max().unwrap_or(0)
-    }
-
-    /// Identifies the counts of this list.
+    /// Identifies the list: its counts, quotas and leases. Another list has another id, except for rare collisions.
+    #[inline]
     pub(crate) fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// Returns the [lease](Policy::leased), if all policies are leased.
+    /// Returns the value of the type `T` that another module keeps with the list. Clones share it.
     #[inline]
-    pub(crate) fn lease(&self) -> Option<Lease> {
-        self.0.lease
-    }
-
-    /// Returns `true` if a policy of the list is leased.
-    #[inline]
-    pub(crate) fn has_lease(&self) -> bool {
-        self.0.has_lease
-    }
-
-    /// Equal for all lists that [are](Self::is) the same. Different lists rarely have the same
-    /// value.
-    pub(crate) fn identity(&self) -> u64 {
-        self.0.identity
-    }
-
-    /// Returns `true` if both lists contain the same policies in memory, which is cheaper than
-    /// comparing their values.
-    pub(crate) fn is(&self, other: &Self) -> bool {
-        if Arc::ptr_eq(&self.0, &other.0) {
-            return true;
-        }
-        // A copy of a list has the same policies. The hashes may collide, so compare the addresses too.
-        let own = self.iter().map(Policy::address);
-        let others = other.iter().map(Policy::address);
-        self.identity() == other.identity() && own.eq(others)
-    }
-
-    /// Passes `read` the value that `make` derives from the list. The value is computed once and
-    /// kept in the list. A list keeps one value: one of another type is computed each time.
-    #[inline]
-    pub(crate) fn derived<T: Send + Sync + 'static, R>(
-        &self,
-        make: fn(&Self) -> T,
-        read: impl FnOnce(&T) -> R,
-    ) -> R {
-        let kept = self.0.derived.get_or_init(|| Box::new(make(self)));
-        match kept.downcast_ref() {
-            Some(kept) => read(kept),
-            None => read(&make(self)),
-        }
+    pub(crate) fn extension<T: Default + Send + Sync + 'static>(&self) -> &T {
+        self.0.extensions.get()
     }
 }
 
-fn hash_of_each(policies: &[Policy], number: fn(&Policy) -> u64) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    for policy in policies {
-        number(policy).hash(&mut hasher);
+/// Returns the undivided policies. `None` if all of these are.
+fn whole_of(policies: &[Policy]) -> Option<Policies> {
+    if policies.iter().all(Policy::is_whole) {
+        return None;
     }
-    hasher.finish()
+    let whole = policies.iter().map(|policy| policy.whole().clone());
+    Some(Policies::of(whole.collect()))
 }
+
+/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`](crate::Limiter).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` are no policies",
+    label = "not a `Policy` or `Policies`",
+    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
+            `Limiter` with a clone of the store, which goes on counting",
+    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
+    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
+)]
+pub trait IsPolicies: Into<Policies> {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Into<Policies>> IsPolicies for T {}
 
 impl From<Policy> for Policies {
     fn from(policy: Policy) -> Self {
@@ -328,6 +257,24 @@ impl<'a> IntoIterator for &'a Policies {
     }
 }
 
+impl IntoIterator for Policies {
+    type Item = Policy;
+    type IntoIter = std::vec::IntoIter<Policy>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.as_slice().to_vec().into_iter()
+    }
+}
+
+/// As [`new`](Policies::new).
+impl TryFrom<Vec<Policy>> for Policies {
+    type Error = ConfigError;
+
+    fn try_from(policies: Vec<Policy>) -> Result<Self, ConfigError> {
+        Self::new(policies)
+    }
+}
+
 impl fmt::Debug for Policies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self).finish()
@@ -336,18 +283,26 @@ impl fmt::Debug for Policies {
 
 impl PartialEq for Policies {
     fn eq(&self, other: &Self) -> bool {
-        self.as_slice() == other.as_slice()
+        // The shortcut is for the checks of a batch, most of which have clones of one list.
+        Arc::ptr_eq(&self.0, &other.0) || self.as_slice() == other.as_slice()
     }
 }
 
 impl Eq for Policies {}
 
+impl Hash for Policies {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.as_slice().hash(state);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
     use std::time::Duration;
 
     use super::*;
-    use crate::limit::{Check, Key, Quota, Source, Strategy, Verdict};
+    use crate::limit::{Quota, Strategy};
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
@@ -367,54 +322,40 @@ mod tests {
     }
 
     #[test]
-    fn identity_is_that_of_the_policies() {
+    fn an_id_is_that_of_the_contents() {
         let (one, two) = (policy("one", 1), policy("two", 1));
         let list = Policies::new([one.clone(), two.clone()]).unwrap();
-        for same in [
-            list.clone(),
-            Policies::new([one.clone(), two.clone()]).unwrap(),
-        ] {
-            assert!(list.is(&same) && list.identity() == same.identity() && list == same);
-        }
-        let equal = Policies::new([policy("one", 1), two.clone()]).unwrap();
-        assert!(!list.is(&equal) && list.identity() != equal.identity() && list == equal);
-        for other in [
-            Policies::from(one.clone()),
+        let same = Policies::new([policy("one", 1), two.clone()]).unwrap();
+        assert_eq!((list.id(), &list), (same.id(), &same));
+        let window =
+            |limit| Policy::new("one", Strategy::SlidingLog, Quota::per_second(limit)).unwrap();
+        assert_eq!(window(1).id(), window(2).id(), "one count");
+        let leased = window(1).leased(Duration::from_millis(100)).unwrap();
+        let lists = [
+            list,
+            one.clone().into(),
             Policies::new([two, one]).unwrap(),
-        ] {
-            assert!(!list.is(&other) && list.identity() != other.identity() && list != other);
+            window(1).into(),
+            window(2).into(),
+            leased.into(),
+        ];
+        for (i, list) in lists.iter().enumerate() {
+            assert_eq!(
+                lists.iter().position(|other| other.id() == list.id()),
+                Some(i)
+            );
+            assert_eq!(lists.iter().position(|other| other == list), Some(i));
         }
     }
 
     #[test]
-    fn a_share_is_made_once() {
-        let list = Policies::from(policy("one", 100));
-        let part = |instances| list.share(NonZeroU32::new(instances).unwrap());
-        assert!(part(4).is(&part(4)));
-        assert_eq!(part(4).as_slice()[0].quota().capacity(), 25);
-        assert_eq!(part(5).as_slice()[0].quota().capacity(), 20);
-    }
-
-    /// A decision on a share must refund under the whole policies.
-    #[test]
-    fn a_share_knows_its_whole() {
-        let list = Policies::new([policy("one", 100), policy("two", 7)]).unwrap();
-        let part = list.share(NonZeroU32::new(4).unwrap());
-        assert!(!part.is(&list) && part.whole().is(&list) && list.whole().is(&list));
-        let second = Duration::from_secs(1);
-        let take = Check::take(Key::GLOBAL, &part, 1);
-        let decision = take.decided(Source::Local, 1, |_| {
-            Verdict::allowed().with_reset_after(second)
-        });
-        let back = decision.refund(Key::GLOBAL, 1, Duration::ZERO).next();
-        assert!(back.is_some_and(|back| back.policies().is(&list)));
-    }
-
-    #[test]
-    fn derived_values_are_made_once() {
-        let list = Policies::from(policy("one", 100));
-        assert_eq!(list.derived(|list| list.iter().len(), |len| *len), 1);
-        assert_eq!(list.derived(|_| 2_usize, |len| *len), 1);
-        assert_eq!(list.derived(|_| "another", |text| text.len()), 7);
+    fn lists_are_collections() {
+        let both = vec![policy("one", 1), policy("two", 2)];
+        let list = Policies::try_from(both.clone()).unwrap();
+        assert_eq!(list.len(), 2);
+        assert_eq!(list.clone().into_iter().collect::<Vec<_>>(), both);
+        let again = Policies::new(both).unwrap();
+        assert_eq!(HashSet::from([list, again]).len(), 1);
+        assert!(Policies::try_from(vec![policy("one", 1), policy("one", 2)]).is_err());
     }
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::strategy::{Frees, Params, Writer};
+use super::strategy::{Frees, Params};
 use super::{Quota, Strategy, in_flight, span};
 use crate::error::ConfigError;
 
@@ -61,13 +61,12 @@ struct SharedPolicy {
     is_pause: bool,
     /// The count's span, as it appears in keys.
     span: Box<str>,
-    /// Identifies the count within this process: a hash of the name, the kind's letter in keys, and
-    /// the span.
+    /// A hash of the name, the kind's letter in keys, and the span.
     id: u64,
 }
 
 /// The lease of a policy: see [`Policy::leased`].
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct QuotaLease {
     /// The quota before.
     stated: Quota,
@@ -75,7 +74,15 @@ struct QuotaLease {
 }
 
 impl Policy {
-    /// Creates a policy.
+    /// Creates a policy with a [`Quota`] or its text, such as `"100/s burst 200"`.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// let policy = Policy::new("api", Strategy::Gcra, "100/s")?;
+    /// assert_eq!(policy, Policy::new("api", Strategy::Gcra, Quota::per_second(100))?);
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
     ///
     /// # Errors
     ///
@@ -84,11 +91,16 @@ impl Policy {
     /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a limit above
     /// 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
     /// than 1000 cells.
-    pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
+    pub fn new(
+        name: &str,
+        strategy: Strategy,
+        quota: impl TryInto<Quota, Error: Into<ConfigError>>,
+    ) -> Result<Self, ConfigError> {
+        let quota = quota.try_into().map_err(Into::into)?;
         Self::of_kind(name, strategy.into(), quota)
     }
 
-    pub(crate) fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
+    pub(super) fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
         check_name(name)?;
         quota.check()?;
         if kind == PolicyKind::InFlight {
@@ -218,21 +230,16 @@ impl Policy {
         Ok(leased)
     }
 
-    /// Creates the policy of pauses of at most `max`. A debt in its quota denies requests until
-    /// the pause ends.
-    pub(crate) fn pause(name: &str, max: Duration) -> Result<Self, ConfigError> {
-        /// A pause is a debt of at most the burst, and may be charged before anything else. So the
-        /// burst is half of the maximum cost of a check. Calls do not use it up.
-        const BURST: u32 = 1 << 31;
-        let max = Duration::from_micros(max.as_micros() as u64);
-        let mut policy = Self::new(name, Strategy::Gcra, Quota::per(BURST, max))?;
-        if let Some(inner) = Arc::get_mut(&mut policy.0) {
+    /// Marks a new policy as that of a [`Pause`](crate::throttle::Pause): its quota is no limit of clients, and it is the same
+    /// for all instances.
+    pub(crate) fn of_pauses(mut self) -> Self {
+        if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.is_pause = true;
             // A debt under another maximum would be another time.
             inner.span = span::of_pause(inner.quota).into();
-            inner.id = count_id(name, inner.kind, &inner.span);
+            inner.id = count_id(&inner.name, inner.kind, &inner.span);
         }
-        Ok(policy)
+        self
     }
 
     /// Returns the quota before it was leased or divided, which people see.
@@ -247,13 +254,6 @@ impl Policy {
     /// Returns the [lease](Self::leased) time, if the policy is leased.
     pub(crate) fn lease(&self) -> Option<Duration> {
         Some(self.0.lease?.time)
-    }
-
-    /// Creates a policy of the crate's own, whose quota is certainly valid.
-    pub(crate) fn known(name: &str, kind: PolicyKind, quota: Quota) -> Self {
-        let params =
-            Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is valid"));
-        Self::with_params(name, kind, quota, params)
     }
 
     fn with_params(name: &str, kind: PolicyKind, quota: Quota, params: Params) -> Self {
@@ -310,48 +310,30 @@ impl Policy {
         self.0.quota
     }
 
-    /// Returns the share of one of `instances` instances. Together the shares grant no more than
-    /// this policy, unless the limit or burst is below the number of instances: both are rounded
-    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly. A
-    /// pause is the same for all instances.
-    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
-        if self.is_pause() {
-            return self.clone();
+    /// Creates the share of one of `instances` instances: a policy with this quota, and the count of this policy.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for an invalid quota.
+    pub(crate) fn share_of(
+        &self,
+        quota: Quota,
+        instances: NonZeroU32,
+    ) -> Result<Self, ConfigError> {
+        let mut share = self.with_quota(quota)?;
+        if let Some(inner) = Arc::get_mut(&mut share.0) {
+            let share = inner.params.share_of(self.params(), instances);
+            inner.params = share.part_of(self.params());
+            inner.span = self.0.span.clone();
+            inner.id = self.0.id;
+            inner.whole = Some(self.clone());
         }
-        let quota = self.quota();
-        let limit = (quota.limit() / instances).max(1);
-        let burst = (quota.capacity() / instances).max(1);
-        let by_limit = Quota::per(limit, quota.period()).burst(burst);
-        let part = if self.frees().is_gradual() {
-            // A longer period divides the rate exactly, unless it is too long for a quota.
-            let period = quota.period().saturating_mul(instances.get());
-            let by_period = Quota::per(quota.limit(), period).burst(burst);
-            self.with_quota(by_period)
-                .or_else(|_| self.with_quota(by_limit))
-        } else {
-            self.with_quota(by_limit)
-        };
-        match part {
-            Ok(part) => part.of(self.clone(), instances),
-            Err(_) => self.clone(),
-        }
+        Ok(share)
     }
 
     /// Creates a policy of this name and kind.
     fn with_quota(&self, quota: Quota) -> Result<Self, ConfigError> {
         Self::of_kind(self.name(), self.kind(), quota)
-    }
-
-    /// Turns the policy into a share of `whole`, with the count of `whole`.
-    fn of(mut self, whole: Self, instances: NonZeroU32) -> Self {
-        if let Some(inner) = Arc::get_mut(&mut self.0) {
-            let share = inner.params.share_of(whole.params(), instances);
-            inner.params = share.part_of(whole.params());
-            inner.span = whole.0.span.clone();
-            inner.id = whole.0.id;
-            inner.whole = Some(whole);
-        }
-        self
     }
 
     /// Returns how long a charge counts at most, in microseconds: with a burst, the time in which a
@@ -394,81 +376,15 @@ impl Policy {
         &self.0.span
     }
 
+    /// Identifies the count within this process. Policies with other limits may have it too.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// Parses the policy of a Redis key from its parts after the caller. The key does not contain a
-    /// window's limit, so that is 1.
-    pub(crate) fn of_key(name: &str, letter: &str, span: &str) -> Option<Self> {
-        let (kind, quota) = span::read(letter, span)?;
-        Self::of_kind(name, kind, quota).ok()
+    /// Hashes what a list is identified by.
+    pub(super) fn hash_into(&self, hasher: &mut impl Hasher) {
+        (self.id(), self.kind(), self.quota(), self.0.lease).hash(hasher);
     }
-
-    /// Returns the bucket of this name and strategy that the value of a count names. `None` if no quota has this code.
-    pub(crate) fn written_by(&self, writer: Writer) -> Option<Self> {
-        let [interval, ticks, capacity] = writer.numbers()?;
-        let quota = match self.frees() {
-            Frees::InBatches => {
-                let period = Duration::from_micros(interval as u64);
-                let limit = u32::try_from(ticks).ok()?;
-                Quota::per(limit, period)
-            }
-            Frees::Gradually => gradual_quota(interval, ticks, capacity)?,
-            _ => return None,
-        };
-        let capacity = u32::try_from(capacity).ok()?;
-        let quota = if capacity == quota.limit() {
-            quota
-        } else {
-            quota.burst(capacity)
-        };
-        self.with_quota(quota).ok()
-    }
-
-    /// Returns the address of the policy in memory, which clones share.
-    pub(super) fn address(&self) -> usize {
-        Arc::as_ptr(&self.0) as usize
-    }
-}
-
-/// Returns a quota of this rate with a simple text: its limit is the capacity, or its period is a unit of time.
-fn gradual_quota(interval: i64, ticks: i64, capacity: i64) -> Option<Quota> {
-    const SECOND: i64 = 1_000_000;
-    const MINUTE: i64 = 60 * SECOND;
-    const HOUR: i64 = 60 * MINUTE;
-    const DAY: i64 = 24 * HOUR;
-    let quota = |limit: i64, period: i64| {
-        let limit = u32::try_from(limit).ok().filter(|limit| *limit > 0)?;
-        Some(Quota::per(
-            limit,
-            Duration::from_micros(u64::try_from(period).ok()?),
-        ))
-    };
-    // The limit in a period, if it is a whole number.
-    let limit_in = |period: i64| {
-        let units = i128::from(period) * i128::from(ticks);
-        let limit = units / i128::from(interval);
-        let is_whole = units % i128::from(interval) == 0;
-        i64::try_from(limit).ok().filter(|_| is_whole)
-    };
-    let full = i128::from(capacity) * i128::from(interval);
-    let refilled_in = (full % i128::from(ticks) == 0).then_some(full / i128::from(ticks));
-    let refilled_in = refilled_in.and_then(|period| i64::try_from(period).ok());
-    if let Some(period) = refilled_in
-        && (period % SECOND == 0 && limit_in(SECOND).is_none()
-            || [SECOND, MINUTE, HOUR, DAY].contains(&period))
-    {
-        return quota(capacity, period);
-    }
-    for period in [SECOND, MINUTE, HOUR, DAY] {
-        if let Some(limit) = limit_in(period)
-            && let Some(quota) = quota(limit, period)
-        {
-            return Some(quota);
-        }
-    }
-    quota(ticks, interval)
 }
 
 /// Returns the identity of a count within this process.
@@ -548,6 +464,15 @@ impl PartialEq for Policy {
 }
 
 impl Eq for Policy {}
+
+impl Hash for Policy {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name().hash(state);
+        self.kind().hash(state);
+        self.quota().hash(state);
+        self.0.lease.hash(state);
+    }
+}
 
 /// The kind of limit of a policy: a rate, or concurrent requests. All differences between the two
 /// start here.
@@ -730,7 +655,7 @@ mod tests {
     #[test]
     fn a_lease_tightens_the_quota() {
         let leased = |strategy, quota: &str, ms| {
-            let policy = Policy::new("p", strategy, quota.parse().unwrap()).unwrap();
+            let policy = Policy::new("p", strategy, quota).unwrap();
             policy
                 .leased(Duration::from_millis(ms))
                 .map(|policy| policy.quota().to_string())
@@ -802,12 +727,9 @@ mod tests {
     /// Requests wait differently under a pause.
     #[test]
     fn only_pauses_are_pauses() {
-        let pause = Policy::pause("p", Duration::from_secs(60)).unwrap();
-        let same = Policy::new("p", Strategy::Gcra, pause.quota()).unwrap();
+        let same = policy("p", Quota::per_minute(60)).unwrap();
+        let pause = policy("p", Quota::per_minute(60)).unwrap().of_pauses();
         assert!(pause.is_pause() && !same.is_pause() && same == pause);
-        let instances = NonZeroU32::new(4).unwrap();
-        assert_eq!(pause.share(instances).quota(), pause.quota());
-        assert_ne!(same.share(instances).quota(), same.quota());
     }
 
     #[test]
@@ -848,37 +770,5 @@ mod tests {
         );
         let none = Policy::in_flight("p", 0).unwrap_err().to_string();
         assert!(none.contains("its limit must be at least 1"), "{none}");
-    }
-
-    #[test]
-    fn instance_shares_never_exceed_the_whole() {
-        use crate::limit::Align;
-        let part = |strategy, quota, instances| {
-            Policy::new("p", strategy, quota)
-                .unwrap()
-                .share(NonZeroU32::new(instances).unwrap())
-                .quota()
-        };
-        let window = Strategy::FixedWindow(Align::FirstHit);
-        assert_eq!(
-            part(window, Quota::per_minute(10), 4),
-            Quota::per_minute(2).burst(2)
-        );
-        assert_eq!(
-            part(window, Quota::per_minute(3), 4),
-            Quota::per_minute(1).burst(1),
-            "at least 1"
-        );
-        let four_seconds = Quota::per(10, Duration::from_secs(4));
-        assert_eq!(
-            part(Strategy::Gcra, Quota::per_second(10).burst(20), 4),
-            four_seconds.burst(5),
-            "a rate is exact"
-        );
-        assert_eq!(
-            part(Strategy::Gcra, Quota::per_day(365), 1000).limit(),
-            1,
-            "periods are bounded"
-        );
     }
 }

@@ -157,6 +157,33 @@ impl fmt::Display for Quota {
     }
 }
 
+/// As [`from_str`](Quota::from_str).
+impl TryFrom<&str> for Quota {
+    type Error = ConfigError;
+
+    fn try_from(text: &str) -> Result<Self, ConfigError> {
+        text.parse()
+    }
+}
+
+/// As [`from_str`](Quota::from_str).
+impl TryFrom<String> for Quota {
+    type Error = ConfigError;
+
+    fn try_from(text: String) -> Result<Self, ConfigError> {
+        text.parse()
+    }
+}
+
+/// As [`from_str`](Quota::from_str).
+impl TryFrom<&String> for Quota {
+    type Error = ConfigError;
+
+    fn try_from(text: &String) -> Result<Self, ConfigError> {
+        text.parse()
+    }
+}
+
 impl FromStr for Quota {
     type Err = ConfigError;
 

@@ -20,16 +20,18 @@ impl<S: Sync> FromRequestParts<S> for RequestCost {
     type Rejection = Response;
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Response> {
+        // One for the process: an extractor has no state.
         static NOTIFIER: LazyLock<Notifier> = LazyLock::new(Notifier::default);
-        request.extensions.get().cloned().ok_or_else(|| {
-            let fix = "add `.settle(..)` or `.until_body_end()`";
-            let problem = format!(
-                "the handler extracts a `RequestCost`, but no outer layer settles charges: {fix}{NO_CHARGE}"
-            );
-            let missing = MissingKey::misconfigured(problem);
-            NOTIFIER.missing(&missing);
-            HttpReject::new().response(Reason::MissingKey(&missing))
-        })
+        if let Some(cost) = request.extensions.get::<Self>() {
+            return Ok(cost.clone());
+        }
+        let fix = "add `.settle(..)` or `.until_body_end()`";
+        let problem = format!(
+            "the handler extracts a `RequestCost`, but no outer layer settles charges: {fix}{NO_CHARGE}"
+        );
+        let missing = MissingKey::misconfigured(problem);
+        NOTIFIER.missing(&missing);
+        Err(HttpReject::new().response(Reason::MissingKey(&missing)))
     }
 }
 

@@ -5,10 +5,12 @@ pub(super) fn unmapped(network: IpNet) -> IpNet {
     let IpNet::V6(v6) = network else {
         return network.trunc();
     };
-    let v4 = v6
-        .network()
-        .to_ipv4_mapped()
-        .zip(v6.prefix_len().checked_sub(96));
-    v4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok())
-        .map_or(network.trunc(), IpNet::V4)
+    // A shorter prefix covers other IPv6 addresses too.
+    if let Some(address) = v6.network().to_ipv4_mapped()
+        && let Some(prefix) = v6.prefix_len().checked_sub(96)
+        && let Ok(mapped) = Ipv4Net::new(address, prefix)
+    {
+        return IpNet::V4(mapped);
+    }
+    network.trunc()
 }

@@ -9,7 +9,10 @@ use super::{Observer, event};
 
 /// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
-    observer.map_or(&DefaultObserver, |observer| &**observer)
+    match observer {
+        Some(observer) => &**observer,
+        None => &DefaultObserver,
+    }
 }
 
 /// Logs through `tracing` if a subscriber is set, otherwise prints the worst problems to standard
@@ -19,6 +22,7 @@ struct DefaultObserver;
 /// Returns one log for the whole process, so that a problem that several layers or stores report at
 /// the same time is logged once.
 fn shared_log() -> Option<&'static dyn Observer> {
+    // Without a subscriber, the events would be lost.
     #[cfg(feature = "tracing")]
     if tracing::dispatcher::has_been_set() {
         use std::sync::LazyLock;
@@ -86,11 +90,10 @@ impl Observer for DefaultObserver {
         match shared_log() {
             Some(log) => log.degraded(event),
             None => {
-                let cause = event
-                    .error
-                    .source()
-                    .map(|cause| format!(" ({cause})"))
-                    .unwrap_or_default();
+                let cause = match event.error.source() {
+                    Some(cause) => format!(" ({cause})"),
+                    None => String::new(),
+                };
                 print_once(
                     &PRINTED,
                     format_args!(

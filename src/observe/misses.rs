@@ -47,6 +47,7 @@ impl Misses {
     /// Ends the count, since a request includes what the layer reads.
     #[inline]
     pub(crate) fn found(&self) {
+        // Without a write per request, for which processors would contend.
         if self.count.load(Relaxed) != ENDED {
             self.count.store(ENDED, Relaxed);
         }
@@ -62,29 +63,44 @@ impl Misses {
 
     /// Returns the new count, or 0 if another request has ended it.
     fn add(&self) -> u32 {
-        let next = |count| (count < Self::REPORT_AT).then_some(count + 1);
-        let former = self.count.fetch_update(Relaxed, Relaxed, next);
-        if former == Ok(0) {
+        let former = self.count.fetch_update(Relaxed, Relaxed, |count| {
+            if count < Self::REPORT_AT {
+                Some(count + 1)
+            } else {
+                None
+            }
+        });
+        let Ok(former) = former else {
+            return 0;
+        };
+        if former == 0 {
             let _ = self.since.set(instant());
         }
-        former.map_or(0, |former| former + 1)
+        former + 1
     }
 
     /// Reports, once, as misconfigured that no request has had it for ten minutes, after the report of the first 1,000. Call
     /// it for a request without it.
     #[inline]
     pub(crate) fn lasts(&self, problem: impl FnOnce() -> String) {
-        if self.count.load(Relaxed) == Self::REPORT_AT && self.ends() {
+        if self.count.load(Relaxed) == Self::REPORT_AT && self.end_when_it_lasts() {
             self.report(&problem());
         }
     }
 
-    /// Ends the count after ten minutes. Returns `true` for one request.
-    fn ends(&self) -> bool {
-        let is_over = |since: &Instant| instant() - *since >= Self::LASTS_AFTER;
-        let end = |count| (count == Self::REPORT_AT).then_some(ENDED);
-        self.since.get().is_some_and(is_over)
-            && self.count.fetch_update(Relaxed, Relaxed, end).is_ok()
+    /// Ends the count after ten minutes. Returns `true` if this request has ended it.
+    fn end_when_it_lasts(&self) -> bool {
+        let Some(since) = self.since.get() else {
+            return false;
+        };
+        if instant() - *since < Self::LASTS_AFTER {
+            return false;
+        }
+        // If several requests get here concurrently, only one exchanges the value, and reports.
+        let end = self
+            .count
+            .compare_exchange(Self::REPORT_AT, ENDED, Relaxed, Relaxed);
+        end.is_ok()
     }
 
     #[cold]

@@ -136,6 +136,7 @@ pub trait Observer: Send + Sync + 'static {
 /// Ignores all events: `.observer(())` also disables the log of problems.
 impl Observer for () {}
 
+// A method that is not forwarded would do nothing, and still compile. So the list is in one place.
 macro_rules! forward {
     ($self:ident: $($observer:expr),+) => {
         fn decided(&$self, event: &event::Decided<'_>) {

@@ -63,15 +63,20 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         if minute.counts.is_empty() {
             minute.ends_at = instant() + MINUTE;
         }
+        // Without the count that the unlisted subjects share.
         let listed = minute.counts.len() - usize::from(minute.counts.contains_key(&None));
         let is_listed = listed < minute.max || minute.counts.contains_key(&Some(key));
-        let new = match minute.counts.entry(is_listed.then_some(key)) {
+        let listed_key = if is_listed { Some(key) } else { None };
+        let entry = match minute.counts.entry(listed_key) {
             Entry::Occupied(mut count) => {
                 count.get_mut().1 += 1;
                 return None;
             }
-            Entry::Vacant(entry) => entry.insert((is_listed.then(subject), 0)).0.clone(),
+            Entry::Vacant(entry) => entry,
         };
+        let new = if is_listed { Some(subject()) } else { None };
+        // This occurrence is reported by the caller, so the count starts at 0.
+        entry.insert((new.clone(), 0));
         self.update_due_at(minute);
         Some((new, 1))
     }
@@ -82,27 +87,28 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         if due_at == u64::MAX || instant() < self.start + Duration::from_micros(due_at) {
             return SmallVec::new();
         }
+        let mut guard = lock(&self.minute);
+        let minute = &mut *guard;
+        let quiet = minute.roll_over(instant());
+        let from = minute.due.len().saturating_sub(MAX_COUNTS_PER_CALL);
+        let due = minute.due.drain(from..).collect();
+        self.update_due_at(minute);
+        drop(guard);
         // Dropped without the lock: a subject may be a user's error.
-        let (due, _quiet) = {
-            let minute = &mut *lock(&self.minute);
-            let quiet = minute.roll_over(instant());
-            let due = minute
-                .due
-                .drain(minute.due.len().saturating_sub(MAX_COUNTS_PER_CALL)..)
-                .collect();
-            self.update_due_at(minute);
-            (due, quiet)
-        };
+        drop(quiet);
         due
     }
 
     /// Returns all counts that were not reported.
     pub(super) fn take_all(&self) -> Vec<SubjectCount<S>> {
         let minute = &mut *lock(&self.minute);
-        let counts = mem::take(&mut minute.counts)
-            .into_values()
-            .filter(|(_, count)| *count > 0);
-        minute.due.drain(..).chain(counts).collect()
+        let mut all = mem::take(&mut minute.due);
+        for (subject, count) in mem::take(&mut minute.counts).into_values() {
+            if count > 0 {
+                all.push((subject, count));
+            }
+        }
+        all
     }
 
     fn update_due_at(&self, minute: &Minute<K, S>) {
@@ -123,16 +129,13 @@ impl<K: Eq + Hash, S: Clone> Minute<K, S> {
             return Vec::new();
         }
         self.ends_at = now + MINUTE;
-        let ended = self
-            .counts
-            .extract_if(|_, (_, count)| *count == 0)
-            .map(|(_, count)| count)
-            .collect();
-        let counts = self
-            .counts
-            .values_mut()
-            .map(|(subject, count)| (subject.clone(), mem::take(count)));
-        self.due.extend(counts);
+        let mut ended = vec![];
+        for (_, quiet) in self.counts.extract_if(|_, (_, count)| *count == 0) {
+            ended.push(quiet);
+        }
+        for (subject, count) in self.counts.values_mut() {
+            self.due.push((subject.clone(), mem::take(count)));
+        }
         ended
     }
 }

@@ -180,7 +180,7 @@ impl Observer for TracingObserver {
             dry_run,
         }: &event::Decided<'_>,
     ) {
-        let (policy, outcome) = (decision.policy(), decision.outcome());
+        let policy = decision.policy();
         trace!(
             policy = policy.name(),
             caller = self.display_key(key),
@@ -193,25 +193,21 @@ impl Observer for TracingObserver {
         );
         self.log.log_due_counts();
         if !decision.is_allowed() {
-            let (span, field) = (
-                Span::current(),
-                if dry_run {
-                    "rate_limit_dry_run"
-                } else {
-                    "rate_limit"
-                },
-            );
-            span.record(field, outcome.as_str());
-            let subject = || LoggedDenial {
+            // The request's span: without this field, `record` does nothing.
+            let span = Span::current();
+            let field = if dry_run {
+                "rate_limit_dry_run"
+            } else {
+                "rate_limit"
+            };
+            span.record(field, decision.outcome().as_str());
+            let subject = (*key, policy.id(), dry_run);
+            let new = self.log.denials.record(subject, || LoggedDenial {
                 policy: policy.clone(),
                 caller: self.display_key(key),
                 dry_run,
-            };
-            if let Some(new) = self
-                .log
-                .denials
-                .record((*key, policy.id(), dry_run), subject)
-            {
+            });
+            if let Some(new) = new {
                 log_denied(&span, new);
             }
         }
@@ -239,11 +235,11 @@ impl Observer for TracingObserver {
             return;
         };
         self.log.log_due_counts();
-        let subject = || Keyless {
+        let new = self.log.keyless.record(allowed, || Keyless {
             problem: problem.to_string(),
             passed: allowed,
-        };
-        if let Some(new) = self.log.keyless.record(allowed, subject) {
+        });
+        if let Some(new) = new {
             log_keyless(&Span::current(), new);
         }
     }
@@ -351,20 +347,20 @@ impl MinuteLog {
             failures: Repeats::new(64),
             late: Repeats::new(1),
             longest_delay: AtomicU64::new(0),
+            // Requests that passed, and requests that were rejected.
             keyless: Repeats::new(2),
         })
     }
 
     /// Uses no span: the counts are about other requests than the current one.
     fn log_due_counts(&self) {
-        self.denials
-            .take_due()
-            .into_iter()
-            .for_each(|count| log_denied(&Span::none(), count));
-        self.failures
-            .take_due()
-            .into_iter()
-            .for_each(|count| log_failed(&Span::none(), count));
+        // Outside of the current span: the counts are of other requests too.
+        for count in self.denials.take_due() {
+            log_denied(&Span::none(), count);
+        }
+        for count in self.failures.take_due() {
+            log_failed(&Span::none(), count);
+        }
         for count in self.keyless.take_due() {
             log_keyless(&Span::none(), count);
         }
@@ -387,14 +383,13 @@ impl MinuteLog {
 
 impl Drop for MinuteLog {
     fn drop(&mut self) {
-        self.denials
-            .take_all()
-            .into_iter()
-            .for_each(|count| log_denied(&Span::none(), count));
-        self.failures
-            .take_all()
-            .into_iter()
-            .for_each(|count| log_failed(&Span::none(), count));
+        // The counts of the last minute: no further event would report these.
+        for count in self.denials.take_all() {
+            log_denied(&Span::none(), count);
+        }
+        for count in self.failures.take_all() {
+            log_failed(&Span::none(), count);
+        }
         for count in self.late.take_all() {
             self.log_late(count);
         }

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
+use super::settled::Settled;
 use crate::background::{OpQueue, PendingOp};
 use crate::held_slots::Slot;
+use crate::leases::without_block;
 use crate::limit::{Charge, Check, Decision};
 use crate::util::{instant, lock};
 
@@ -45,13 +47,6 @@ struct Unsettled {
     extra: Vec<Charge>,
     /// The cost of the additions that can no longer be refunded.
     expired: u32,
-}
-
-/// The cost of a request, and the reserved cost that it replaces.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Settled {
-    pub(crate) reserved: u32,
-    pub(crate) cost: u32,
 }
 
 /// How a reservation is settled. A rule of
@@ -120,7 +115,10 @@ impl RequestCharges {
     /// determine the cost.
     pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
         let in_flight = slot.into_iter().collect();
-        let cost = reserved.as_ref().map_or(0, Charge::cost);
+        let cost = match &reserved {
+            Some(charge) => charge.cost(),
+            None => 0,
+        };
         let enforced = reserved.is_some();
         let unsettled = Unsettled {
             reserved: reserved.into_iter().collect(),
@@ -176,8 +174,10 @@ impl RequestCharges {
         state.settlement = settlement;
         let reserved = self.reserved();
         let cost = settlement.cost_at_head(reserved)?;
+        // Taken, since the drop of the charges would settle them again.
         let unsettled = std::mem::take(&mut state.unsettled);
         let extra = self.extra.swap(0, Relaxed);
+        // A local store settles in this call, and notifies the user's observer.
         drop(state);
         let is_enforced = unsettled.enforced;
         unsettled.settle(
@@ -204,7 +204,7 @@ impl RequestCharges {
         let reserved = state.unsettled.reserved.first()?;
         let policies = reserved.decision().policies().whole();
         let check = Check::take(*reserved.key(), policies.without_in_flight()?, units);
-        Some(check.reserving(true))
+        Some(without_block(check))
     }
 
     /// Adds the grant of a check by [`check_extra`](Self::check_extra).
@@ -234,6 +234,7 @@ impl RequestCharges {
     pub(super) fn refund_extra(&self, units: u32) {
         let mut state = lock(&self.state);
         let extra = &mut state.unsettled.extra;
+        // Not necessarily its own: equal additions are interchangeable.
         let Some(at) = extra.iter().rposition(|charge| charge.cost() == units) else {
             return;
         };
@@ -248,12 +249,17 @@ impl RequestCharges {
     pub(crate) fn update(&self, decision: Decision) -> Decision {
         match self.extra.load(Relaxed) {
             0 => decision,
-            extra => decision.settled(self.reserved().saturating_sub(extra), self.reserved()),
+            extra => {
+                let cost = self.reserved();
+                let reserved = cost.saturating_sub(extra);
+                Settled { reserved, cost }.update(decision)
+            }
         }
     }
 
     /// Releases the slots when the call has ended, even if its cost is not settled yet.
     pub(crate) fn end(&self) {
+        // Released after the lock: a release is sent to the store in this call.
         let _ended = std::mem::take(&mut lock(&self.state).in_flight);
     }
 
@@ -319,10 +325,13 @@ impl Unsettled {
     fn add_extra(&mut self, reserved: Charge) {
         if self.extra.len() == self.extra.capacity() {
             let now = instant();
-            let has_expired = |charge: &mut Charge| charge.refund(charge.cost(), now).is_none();
-            for charge in self.extra.extract_if(.., has_expired) {
+            let expired = self
+                .extra
+                .extract_if(.., |charge| charge.refund(charge.cost(), now).is_none());
+            for charge in expired {
                 self.expired = self.expired.saturating_add(charge.cost());
             }
+            // Room for twice the rest, so that a search costs a constant time per addition.
             self.extra.reserve(self.extra.len());
         }
         self.extra.push(reserved);

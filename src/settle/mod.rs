@@ -11,11 +11,10 @@
 mod charges;
 mod request_cost;
 mod reservation;
+mod settled;
 
 pub use charges::Settlement;
 pub use request_cost::RequestCost;
 pub use reservation::{Reservation, ReserveError};
-
-pub(crate) use charges::Settled;
 
 use charges::RequestCharges;

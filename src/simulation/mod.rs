@@ -33,7 +33,7 @@ use std::thread;
 
 use fastrand::Rng;
 
-use crate::limit::{Frees, Policy};
+use crate::limit::{Check, Decision, Frees, Key, Policy, Source};
 
 pub(crate) use self::leases::{Blocks, World, check_spent};
 use self::log::{Log, shown, verdict};
@@ -288,6 +288,12 @@ pub(crate) fn flows(policy: &Policy, now: u64) -> i64 {
         | Frees::Fading
         | Frees::OnRelease => capacity * (elapsed / period + 2),
     }
+}
+
+/// Returns a decision as Redis would have made it at the same time.
+pub(crate) fn in_redis(decision: Decision) -> Decision {
+    let check = Check::peek(Key::GLOBAL, decision.policies(), 0);
+    check.answer(decision.verdicts().clone(), Source::Redis)
 }
 
 pub(crate) fn pick<'a, T>(rng: &mut Rng, of: &'a [T]) -> &'a T {

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use tokio::sync::oneshot;
 
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, State, Verdicts};
+use crate::limit::{Check, Decision, Key, Policy, State, Verdicts};
 use crate::util::lock;
 
 pub(crate) type Reply = Result<Decision, StoreError>;
@@ -192,14 +192,14 @@ impl Future for Waiting {
 
 /// The counts of a store, by caller and list of policies.
 #[derive(Debug, Default)]
-pub(crate) struct Counts(HashMap<(Key, u64), Vec<State>>);
+pub(crate) struct Counts(HashMap<(Key, Vec<u64>), Vec<State>>);
 
 impl Counts {
     /// Decides a check at a time of the store's clock.
     pub(crate) fn decide(&mut self, check: &Check, now: i64) -> Verdicts {
         let policies = check.policies();
         let fresh = || policies.iter().map(|policy| State::fresh(policy.kind()));
-        let place = (*check.key(), policies.id());
+        let place = (*check.key(), policies.iter().map(Policy::id).collect());
         let states = self.0.entry(place).or_insert_with(|| fresh().collect());
         check.decide(states, now)
     }

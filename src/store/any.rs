@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
-use super::config::set_tls;
+use super::config::{set_address_map, set_tls};
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, Fallback, FallbackFuture, Instances, LocalStore, RedisFuture, RedisStore,
@@ -146,7 +146,14 @@ impl AnyStore {
 }
 
 pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder, ConfigError> {
-    set_tls(RedisStore::builder(url).settings(config.into()), config)
+    let mut builder = RedisStore::builder(url).settings(config.into());
+    if let Some(path) = &config.password_file {
+        builder = builder.password_file(path);
+    }
+    if let Some(path) = &config.sentinel_password_file {
+        builder = builder.sentinel_password_file(path);
+    }
+    set_address_map(set_tls(builder, config)?, config)
 }
 
 pub(super) fn fallback(
@@ -309,9 +316,7 @@ mod tests {
     }
 
     fn policies(quota: &str) -> Policies {
-        Policy::new("test", Strategy::Gcra, quota.parse().unwrap())
-            .unwrap()
-            .into()
+        Policy::new("test", Strategy::Gcra, quota).unwrap().into()
     }
 
     #[test]

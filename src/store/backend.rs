@@ -80,6 +80,13 @@ pub(crate) trait Hooks {
         None
     }
 
+    /// Returns `true` if the store decides checks under [leased](crate::Policy::leased) policies by blocks, as
+    /// [`Leased`](crate::Leased) does. A lease has no effect in another store, nor in a [`Leased`](crate::Leased) store inside
+    /// of a [`Fallback`](crate::Fallback).
+    fn leases(&self) -> bool {
+        false
+    }
+
     /// Returns the local grants that a [`Fallback`](crate::Fallback) still has to charge to its primary store, and starts
     /// its reconciliation on this runtime if that of the last one has shut down.
     fn unreconciled(&self) -> Unreconciled {
@@ -202,6 +209,11 @@ impl<'a, F> Backend<'a, F> {
     /// See [`Hooks::deadline`].
     pub(crate) fn deadline(self) -> Option<Duration> {
         self.hooks.deadline()
+    }
+
+    /// See [`Hooks::leases`].
+    pub(crate) fn leases(self) -> bool {
+        self.hooks.leases()
     }
 
     /// See [`Hooks::unreconciled`].

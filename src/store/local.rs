@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Pending;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 use std::num::NonZeroUsize;
 use std::slice;
@@ -115,6 +116,15 @@ fn hold_counted(state: &State, verdict: &Verdict, policy: &Policy, now: i64) -> 
 /// Maximum time until a state of this policy is fresh again, even in full debt, in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
     2 * policy.counts_for().saturating_add(policy.params().period)
+}
+
+/// Identifies the counts of a list, in order.
+fn counts_of(policies: &Policies) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for policy in policies {
+        policy.id().hash(&mut hasher);
+    }
+    hasher.finish()
 }
 
 /// Returns `true` if a check has changed its states. Unchanged ones must not be stored again:
@@ -244,13 +254,12 @@ impl LocalStore {
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
         let now = now();
-        let check = &*check.arriving(now);
         let mut verdicts = match check.id() {
             None => shard.decide(check, caller, now),
             Some(id) => {
                 // As in Redis, each list of policies has its own answer per id.
                 let of_id = self.shared.shards.digester().pair(check.key(), id);
-                let answer = of_id.of_count(check.policies().id());
+                let answer = of_id.of_count(counts_of(check.policies()));
                 shard.decide_once(check, answer, caller, now)
             }
         };
@@ -384,7 +393,7 @@ impl CountShard {
     }
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
-        for (policy, verdict) in decision.verdicts() {
+        for (policy, verdict) in decision.policies().iter().zip(&decision.verdicts().each) {
             if policy.is_in_flight() {
                 // A fallback mirrors the slots of requests in flight individually.
                 continue;
@@ -425,7 +434,7 @@ impl CountShard {
         let verdicts = self.decide(check, caller, now);
         if Answered::is_kept(check, &verdicts) {
             let value = Answered::new(check, &verdicts);
-            let hold = Hold::new(0, now + check.policies().longest_period());
+            let hold = Hold::new(0, now + value.period());
             self.answers.put(answer, value, hold, now);
         }
         verdicts
@@ -440,6 +449,7 @@ mod tests {
 
     use super::*;
     use crate::limit::{Align, Strategy};
+    use crate::store::part_of;
 
     fn ask(store: &LocalStore, check: Check) -> Decision {
         store.check(check).now_or_never().unwrap().unwrap()
@@ -450,12 +460,7 @@ mod tests {
     async fn continues_from_answers_of_a_new_window() {
         let (there, here) = (LocalStore::default(), LocalStore::default());
         let policies = Policies::from(
-            Policy::new(
-                "test",
-                Strategy::FixedWindow(Align::FirstHit),
-                "4/300ms".parse().unwrap(),
-            )
-            .unwrap(),
+            Policy::new("test", Strategy::FixedWindow(Align::FirstHit), "4/300ms").unwrap(),
         );
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
         for (elapsed, cost) in [(0, 4), (290, 1), (15, 3)] {
@@ -473,9 +478,8 @@ mod tests {
     async fn continues_the_units_of_another_quota() {
         for strategy in Strategy::ALL {
             let (there, here) = (LocalStore::default(), LocalStore::default());
-            let [old, new] = ["100/d", "40/d"].map(|quota| {
-                Policies::from(Policy::new("test", *strategy, quota.parse().unwrap()).unwrap())
-            });
+            let [old, new] = ["100/d", "40/d"]
+                .map(|quota| Policies::from(Policy::new("test", *strategy, quota).unwrap()));
             let used = ask(&there, Check::take(Key::GLOBAL, &old, 30));
             here.backend().warm(&Key::GLOBAL, &used);
             let left = ask(&here, Check::up_to(Key::GLOBAL, &new, 100)).granted();
@@ -483,7 +487,7 @@ mod tests {
             // A share of one half.
             let here = LocalStore::default();
             here.backend().warm(&Key::GLOBAL, &used);
-            let share = new.share(2.try_into().unwrap());
+            let share = Policies::from(part_of(&new[0], 2.try_into().unwrap()));
             let left = ask(&here, Check::up_to(Key::GLOBAL, &share, 100)).granted();
             assert_eq!(left, 5, "{strategy}");
         }

@@ -7,6 +7,7 @@
 mod any;
 mod backend;
 mod config;
+mod debt;
 #[cfg(test)]
 mod definitions;
 mod fallback;
@@ -41,6 +42,9 @@ pub use mock::MockStore;
 pub use crate::limit::Counts;
 pub use crate::waiters::Waiters;
 pub(crate) use backend::{Hooks, Unreconciled, Withdraw};
+pub(crate) use debt::charge_debt_of;
+#[cfg(test)]
+pub(crate) use fallback::share::part_of;
 pub(crate) use flush::flush;
 
 use crate::background::{OpQueue, SentCheck};

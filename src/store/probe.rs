@@ -17,8 +17,14 @@ pub(super) fn key(number: usize) -> Key {
 pub(super) fn check(key: Key, cost: u32) -> Check {
     const QUOTA: Quota = Quota::per_second(1_000_000);
     static POLICIES: LazyLock<Policies> = LazyLock::new(|| {
-        let policy = |name| Policy::known(name, Strategy::Gcra.into(), QUOTA);
-        Policies::of(["one", "two"].map(policy).into_iter().collect())
+        let each = ["one", "two"].map(|name| policy(name, QUOTA));
+        Policies::new(each).unwrap_or_else(|_| unreachable!("the names differ"))
     });
     Check::take(key, &POLICIES, cost)
+}
+
+/// Creates a policy of the crate's own, whose quota is certainly valid.
+pub(super) fn policy(name: &str, quota: Quota) -> Policy {
+    let policy = Policy::new(name, Strategy::Gcra, quota);
+    policy.unwrap_or_else(|_| unreachable!("the quota is valid"))
 }

@@ -14,6 +14,7 @@ pub(crate) struct Clock {
 
 impl Clock {
     pub(crate) fn new() -> Self {
+        // Only once: it may go back later, and a difference of instants cannot.
         let wall = unix_time();
         #[cfg(test)]
         let wall = super::Seed::wall().unwrap_or(wall);
@@ -36,9 +37,8 @@ impl Clock {
 /// Converts to whole microseconds. `Duration::as_micros` multiplies 128-bit numbers, which is
 /// slower.
 fn micros(duration: Duration) -> i64 {
-    let whole = i64::try_from(duration.as_secs())
-        .unwrap_or(i64::MAX)
-        .saturating_mul(1_000_000);
+    let seconds = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
+    let whole = seconds.saturating_mul(1_000_000);
     whole.saturating_add(i64::from(duration.subsec_micros()))
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod bounded_map;
 mod clock;
 mod copies;
 mod jitter;
+mod once;
 mod patience;
 mod seed;
 mod shards;
@@ -17,6 +18,7 @@ pub(crate) use bounded_map::{BoundedMap, Hold, MapSlot, Ranked};
 pub(crate) use clock::{Clock, instant, unix_time};
 pub(crate) use copies::{Copies, OwnCount, own_list};
 pub(crate) use jitter::{jittered, random};
+pub(crate) use once::OnceFlag;
 pub(crate) use patience::{Notice, Patient, patient};
 pub(crate) use seed::RandomState;
 #[cfg(test)]

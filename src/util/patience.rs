@@ -71,7 +71,11 @@ impl<F: Future> Patient<F> {
 
     /// Returns the sum of the delays of all looks, or `None` if all were in time.
     pub(crate) fn late_by(&self) -> Option<Duration> {
-        self.was_late.then_some(self.delay)
+        if self.was_late {
+            Some(self.delay)
+        } else {
+            None
+        }
     }
 
     /// Resolves at the next look: to `None` if another one follows.

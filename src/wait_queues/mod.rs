@@ -41,7 +41,6 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
 use std::future::Future;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -388,10 +387,6 @@ impl QueueRef {
 
 impl QueueId {
     fn new(runtime: &Handle, take: &Check) -> Self {
-        let mut hasher = DefaultHasher::new();
-        for policy in take.policies() {
-            (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
-        }
         // A pause must also hold the requests that wait already, so no turns are reserved under it.
         let mut each = take.policies().iter();
         let reserves = if each.all(|policy| policy.frees().is_gradual() && !policy.is_pause()) {
@@ -402,7 +397,7 @@ impl QueueId {
         Self {
             runtime: runtime.id(),
             key: *take.key(),
-            policies: hasher.finish(),
+            policies: take.policies().id(),
             reserves,
         }
     }

@@ -67,7 +67,9 @@ impl Permit {
     /// The decision, adjusted to a check that is allowed now.
     pub(crate) fn decision(&self) -> Decision {
         let decision = self.charge.decision().clone();
-        decision.due().later(self.age())
+        let due = decision.due();
+        let later = due.verdicts().later(self.age());
+        due.with_verdicts(later)
     }
 
     /// Microseconds since it was due.
@@ -84,7 +86,12 @@ impl Permit {
         let age = self.age();
         let decision = self.charge.decision().clone().due();
         let mut expired = vec![];
-        for (policy, (_, verdict)) in self.queue_ref.policies.iter().zip(decision.verdicts()) {
+        for (policy, verdict) in self
+            .queue_ref
+            .policies
+            .iter()
+            .zip(&decision.verdicts().each)
+        {
             if !policy.is_in_flight() && verdict.reset <= age {
                 expired.push(policy.clone());
             }

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 
 use super::Answer;
 use super::permit::Permit;
-use crate::limit::{Decision, Policies};
+use crate::limit::{Decision, LONGEST, Policies, Verdict, micros};
 use crate::util::instant;
 use crate::waiters::Wake;
 
@@ -286,7 +286,9 @@ impl Queue {
             Some(((due, _), _)) => Some(*due + time_for(decision.policies(), cost)),
             None => match self.scarcity {
                 Some(scarcity) if cost == scarcity.cost => Some(scarcity.until),
-                Some(scarcity) if cost > scarcity.cost => Some(at + decision.wait_of_larger(cost)),
+                Some(scarcity) if cost > scarcity.cost => {
+                    Some(at + wait_of_larger(&decision, cost))
+                }
                 _ => None,
             },
         };
@@ -294,8 +296,36 @@ impl Queue {
             Some(free_at) if free_at > now => free_at - now,
             _ => time_for_unit(&decision),
         };
-        Some(decision.denied_for(wait, now.saturating_duration_since(at)))
+        Some(denied_for(
+            decision,
+            wait,
+            now.saturating_duration_since(at),
+        ))
     }
+}
+
+/// Returns the wait of a larger cost than the decided one.
+fn wait_of_larger(decision: &Decision, cost: u32) -> Duration {
+    let mut longest = 0;
+    for (verdict, policy) in decision.verdicts().each.iter().zip(decision.policies()) {
+        longest = longest.max(verdict.wait_of_larger(policy, cost));
+    }
+    Duration::from_micros(longest.max(0) as u64)
+}
+
+/// Turns a decision, made `age` ago, into a denial for `wait`.
+fn denied_for(decision: Decision, wait: Duration, age: Duration) -> Decision {
+    let age = i64::try_from(age.as_micros()).unwrap_or(LONGEST);
+    let mut verdicts = decision.verdicts().later(age);
+    verdicts.granted = 0;
+    // No wait helps a cost above the capacity.
+    if let Some(decider) = verdicts.each.get_mut(decision.decider())
+        && decider.wait != Verdict::NEVER
+    {
+        decider.wait = micros(wait).max(1);
+        decider.reset = decider.reset.max(decider.wait);
+    }
+    decision.with_verdicts(verdicts)
 }
 
 /// The time in which policies that refill gradually refill a cost.

@@ -18,7 +18,7 @@ use super::{Answer, NoPermit, QueueRef, Reserves};
 use crate::background::panicked;
 use crate::error::StoreError;
 use crate::held_slots::Slot;
-use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
+use crate::limit::{Charge, Check, Decision, MadeBy, Mode, Outcome, Policies};
 use crate::util::{contain, instant, lock, random};
 use crate::waiters::{Listener, Wake};
 
@@ -127,10 +127,11 @@ impl QueueTask {
             has_ended: false,
             queue_ref,
         };
-        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
+        let mut run: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
+        // A noop waker is enough: `spawn` polls it again, with the task's own.
         let mut context = Context::from_waker(Waker::noop());
-        if task.as_mut().poll(&mut context).is_pending() {
-            tokio::spawn(task);
+        if run.as_mut().poll(&mut context).is_pending() {
+            tokio::spawn(run);
         }
     }
 
@@ -582,7 +583,7 @@ impl Checks {
     fn record_decision(&mut self, decision: &Decision) {
         self.units = u32::MAX;
         self.slots = u32::MAX;
-        for (policy, verdict) in decision.verdicts() {
+        for (policy, verdict) in decision.policies().iter().zip(&decision.verdicts().each) {
             let left = u32::try_from(verdict.remaining.max(0)).unwrap_or(u32::MAX);
             let least = if policy.is_in_flight() {
                 &mut self.slots
@@ -633,7 +634,7 @@ impl Drop for QueueTask {
 fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &Decision) -> Instant {
     let wait = wait.min(MAX_CHECK_INTERVAL.max(wait / CHECKS_PER_WAIT));
     let next = instant().max(sent_at + wait);
-    if matches!(decision.charged_at(), ChargedAt::Local(_)) {
+    if decision.made_by() != MadeBy::There {
         return next;
     }
     // So that the jitter skips no window of a short period.

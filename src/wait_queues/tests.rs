@@ -20,12 +20,22 @@ use super::{Acquire, Bounds, BoxedReply, NoPermit, Permit, QueueId, QueueRef, Wa
 use crate::error::{ErrorKind, StoreError};
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::limit::{
-    Charge, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
+    Charge, ChargedAt, Check, Decision, Extra, Key, MadeBy, Mode, Policies, Policy, PolicyCharge,
+    Strategy,
 };
+use crate::simulation::in_redis;
 use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
 use crate::{CallLimitLayer, Limiter, ThrottleLayer};
+
+/// Makes a take ahead a take, as a fallback does.
+fn as_take(check: Check) -> Check {
+    match check.mode() {
+        Mode::TakeAhead => check.with_mode(Mode::Take),
+        _ => check,
+    }
+}
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -40,11 +50,14 @@ impl Store for Places {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         if check.mode() == Mode::Refund {
-            lock(&self.refunds).push(check.charged_under(0));
+            lock(&self.refunds).push(match check.extra() {
+                Some(Extra::Charged(each)) => each[0],
+                _ => PolicyCharge::just_now(check.cost().into()),
+            });
         }
         let decision = self.local.check(check).now_or_never().unwrap().unwrap();
         let decision = if self.in_redis.load(SeqCst) {
-            decision.in_redis()
+            in_redis(decision)
         } else {
             decision
         };
@@ -56,8 +69,7 @@ impl Store for Places {
 #[tokio::test(start_paused = true)]
 async fn turns_of_two_places_are_not_added() {
     let store = Places::default();
-    let quota = "1/s burst 10".parse().unwrap();
-    let policy = Policy::new("test", Strategy::Gcra, quota).unwrap();
+    let policy = Policy::new("test", Strategy::Gcra, "1/s burst 10").unwrap();
     let limiter = Limiter::new(store.clone(), policy);
     let wait = |cost| limiter.wait(Key::GLOBAL, cost, Duration::from_secs(60));
     assert!(limiter.take(Key::GLOBAL, 10).await.unwrap().is_allowed());
@@ -100,7 +112,7 @@ impl Store for Away {
         };
         let decision = self.local.check(check).now_or_never().unwrap().unwrap();
         let decision = if is_away {
-            decision.charged_locally(1, false)
+            decision.with_maker(MadeBy::Locally)
         } else {
             decision
         };
@@ -113,7 +125,7 @@ impl Store for Away {
 async fn a_busy_queue_reserves_turns_after_an_outage() {
     let store = Away::default();
     store.is_away.store(true, SeqCst);
-    let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
+    let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1").unwrap();
     let limiter = Arc::new(Limiter::new(store.clone(), policy));
     let waiters = (0..8).map(|_| {
         let limiter = Arc::clone(&limiter);
@@ -140,9 +152,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 const WINDOW: Strategy = Strategy::FixedWindow(Align::FirstHit);
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
+    Policy::new("test", strategy, quota).unwrap().into()
 }
 
 /// A store with these answers.
@@ -222,7 +232,7 @@ async fn a_store_without_debts_gets_two_calls_per_grant() {
         counted.fetch_add(1, SeqCst);
         let take = Check::take(*check.key(), check.policies(), check.cost());
         let answer = local(&store, take);
-        Box::pin(ready(answer.map(Decision::in_redis)))
+        Box::pin(ready(answer.map(in_redis)))
     });
     let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 1"));
     let waits = join_all((0..20).map(|_| limiter.wait(ANN, 1, MINUTE)));
@@ -394,7 +404,7 @@ async fn a_check_does_not_overtake_a_delayed_turn() {
                 _ => 0,
             };
             let check = match number {
-                2.. => check.without_turn(),
+                2.. => as_take(check),
                 _ => check,
             };
             let answer = local(&store, check);
@@ -570,7 +580,7 @@ struct InFlight {
 
 impl InFlight {
     fn new(limit: u32, strategy: Strategy, quota: &str) -> Self {
-        let rate = Policy::new("rate", strategy, quota.parse().unwrap()).unwrap();
+        let rate = Policy::new("rate", strategy, quota).unwrap();
         let store = Slow::default();
         let tracker = InFlightTracker::new(&store, None);
         let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
@@ -741,8 +751,8 @@ async fn a_store_without_debts_gets_few_takes_after_a_reset() {
     let (counted, inner) = (Arc::clone(&calls), store.clone());
     let scripted = Scripted::new(move |check| {
         counted.fetch_add(1, SeqCst);
-        let answer = local(&inner, check.without_turn());
-        Box::pin(ready(answer.map(Decision::in_redis)))
+        let answer = local(&inner, as_take(check));
+        Box::pin(ready(answer.map(in_redis)))
     });
     let policies = policies(Strategy::Gcra, "1/s burst 5");
     let limiter = Limiter::new(scripted, policies.clone());
@@ -1051,7 +1061,7 @@ async fn requests_of_cost_zero_share_checks() {
     let counted = Arc::clone(&calls);
     let store = delayed(Duration::from_millis(1), move |check| {
         counted.fetch_add(1, SeqCst);
-        local(&store, check.without_turn())
+        local(&store, as_take(check))
     });
     let limiter = Limiter::new(store, policies);
     let waits = tokio::spawn(timeout(20 * MINUTE, async move {

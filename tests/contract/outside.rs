@@ -137,8 +137,7 @@ fn a_mock_answers_as_configured() {
 /// An id belongs to its list of policies, as in every other store.
 #[test]
 fn an_id_is_kept_for_each_list() {
-    let policies =
-        |name| Policies::from(Policy::new(name, Strategy::Gcra, "10/h".parse().unwrap()).unwrap());
+    let policies = |name| Policies::from(Policy::new(name, Strategy::Gcra, "10/h").unwrap());
     let (store, one, other) = (InMemory::new(), policies("one"), policies("other"));
     let take = |policies| {
         check_now(&store, Check::take(Key::GLOBAL, policies, 4).with_id("id"))

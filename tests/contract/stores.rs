@@ -348,7 +348,7 @@ impl<S: Store> Caller<'_, S> {
 
     /// Each policy refunds and resets its own count, independent of the others.
     async fn refunds_to_each_policy(&self) {
-        let other = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap()).unwrap();
+        let other = Policy::new("other", Strategy::Gcra, "20/100d").unwrap();
         let both = Policies::new([self.policies[0].clone(), other.clone()]).unwrap();
         let left = async |check: Check| -> Vec<u32> {
             self.store
@@ -388,7 +388,7 @@ impl<S: Store> Caller<'_, S> {
 
     /// A charge is cut by each policy separately, and its refund never exceeds what a policy has charged.
     async fn cuts_a_charge_for_each_policy(&self) {
-        let other: Policies = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap())
+        let other: Policies = Policy::new("other", Strategy::Gcra, "20/100d")
             .unwrap()
             .into();
         let both = Policies::new([self.policies[0].clone(), other[0].clone()]).unwrap();

@@ -585,7 +585,7 @@ async fn checks_redis_cannot_write_are_uncharged() {
         .connect()
         .await
         .unwrap();
-    let named = |name, strategy| Policy::new(name, strategy, "100/100d".parse().unwrap()).unwrap();
+    let named = |name, strategy| Policy::new(name, strategy, "100/100d").unwrap();
     let lists = STRATEGIES.map(|strategy| {
         Policies::new([
             named("one", strategy),

@@ -27,7 +27,7 @@ struct Instance {
 
 impl Instance {
     async fn start(store: impl Store, quota: &str) -> Self {
-        let policy = Policy::new("api", Strategy::Gcra, quota.parse().unwrap()).unwrap();
+        let policy = Policy::new("api", Strategy::Gcra, quota).unwrap();
         let app = Router::new()
             .route(
                 "/",

@@ -21,7 +21,7 @@ async fn a_dry_run_leaves_no_free_burst() {
         .await
         .unwrap();
     // No unit refills while the test runs.
-    let policy = Policy::new("api", Strategy::Gcra, "10/h".parse().unwrap()).unwrap();
+    let policy = Policy::new("api", Strategy::Gcra, "10/h").unwrap();
     let ours = RateLimitLayer::new(store, Global, policy);
     let dry = ours.clone().dry_run();
     let handler =

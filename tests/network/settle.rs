@@ -35,12 +35,7 @@ const CALLER: Key = Key::GLOBAL;
 
 /// 1,000 units, and none refills while a test runs.
 fn policy() -> Policy {
-    Policy::new(
-        "units",
-        Strategy::FixedWindow(Align::FirstHit),
-        "1000/d".parse().unwrap(),
-    )
-    .unwrap()
+    Policy::new("units", Strategy::FixedWindow(Align::FirstHit), "1000/d").unwrap()
 }
 
 fn charged(store: &LocalStore) -> u32 {

@@ -28,7 +28,7 @@ pub(crate) const PUSHBACK: &str = "grpc-retry-pushback-ms";
 pub(crate) const SECRET: &str = "hunter2";
 
 pub(crate) fn gcra(name: &str, quota: &str) -> Policy {
-    Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
+    Policy::new(name, Strategy::Gcra, quota).unwrap()
 }
 
 /// Counts by user in this process, and answers over gRPC.

@@ -51,8 +51,8 @@ fn in_flight(name: &str, limit: u32) -> Policy {
 }
 
 fn attempts(limit: u32) -> Policy {
-    let quota = format!("{limit} per 15m").parse().unwrap();
-    Policy::new("attempts", Strategy::SlidingLog, quota).unwrap()
+    let quota = format!("{limit} per 15m");
+    Policy::new("attempts", Strategy::SlidingLog, &quota).unwrap()
 }
 
 /// An app with a body of a known length, one of an unknown length, and none.
@@ -243,7 +243,7 @@ async fn a_denied_client_is_served_after_its_wait() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_layer_sees_what_another_gives_back() {
     let server = RedisServer::start();
-    let quota = || Policy::new("quota", Strategy::Gcra, "10000/s".parse().unwrap()).unwrap();
+    let quota = || Policy::new("quota", Strategy::Gcra, "10000/s").unwrap();
     let both = Policies::new([attempts(1), quota()]).unwrap();
     let redis = store(&server, 2);
     let patient = |store| {
@@ -309,7 +309,7 @@ async fn only_failures_count_in_a_bucket() {
         Strategy::TokenBucket(Default::default()),
     ] {
         let name = format!("{strategy:?}");
-        let policy = Policy::new("attempts", strategy, "1 per 24h".parse().unwrap()).unwrap();
+        let policy = Policy::new("attempts", strategy, "1 per 24h").unwrap();
         is_never_denied(only_failures(store(&server, 2), policy), &name).await;
     }
 }

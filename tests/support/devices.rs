@@ -10,6 +10,8 @@ use std::time::Duration;
 use tokio::io::{
     AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy, copy_bidirectional,
 };
+#[cfg(target_os = "linux")]
+use tokio::net::TcpSocket;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::unbounded_channel;
@@ -106,6 +108,25 @@ pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool
         }
     });
     (url, holds)
+}
+
+/// Forwards to the server on this port, as a client that is not local to it.
+#[cfg(target_os = "linux")]
+pub(crate) async fn from_elsewhere(port: u16) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let elsewhere = TcpSocket::new_v4()?;
+                elsewhere.bind(SocketAddr::from(([127, 0, 0, 2], 0)))?;
+                let server = SocketAddr::from(([127, 0, 0, 1], port));
+                let mut server = elsewhere.connect(server).await?;
+                copy_bidirectional(&mut client, &mut server).await
+            });
+        }
+    });
+    url
 }
 
 /// Forwards to the server on this port, with this delay each way.

@@ -31,7 +31,7 @@ use tower_redis_ratelimit::{Limiter, LocalStore, Policy, RateLimitLayer, Strateg
 pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");
 
 pub(crate) fn gcra(name: &str, quota: &str) -> Policy {
-    Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
+    Policy::new(name, Strategy::Gcra, quota).unwrap()
 }
 
 /// Counts by user in this process, under one policy with the name `api`.

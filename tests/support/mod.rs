@@ -266,7 +266,7 @@ pub fn check(caller: &str, quota: &str) -> Check {
 
 /// A policy named `test`.
 pub fn policy(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().expect("a quota"))
+    Policy::new("test", strategy, quota)
         .expect("a policy")
         .into()
 }

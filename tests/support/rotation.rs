@@ -1,6 +1,8 @@
 //! Users of servers that change under load, as those of Vault: each has a name of its own, and is deleted after an overlap,
 //! which closes its connections.
 
+#![allow(unreachable_pub, reason = "shared with tests outside of the crate")]
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;

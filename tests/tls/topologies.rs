@@ -172,3 +172,58 @@ fn a_busy_runtime_keeps_the_limit() {
     };
     keeps_the_limit(2, true, Work::Sleep, redis);
 }
+
+/// The certificate has the announced name, not the address at which the node is reached.
+#[tokio::test]
+async fn a_mapped_node_has_a_certificate_for_its_name() {
+    let ca = Authority::new();
+    let bus = free_port().to_string();
+    let certificate = ca.sign_with(HOST, |params| {
+        let name = "localhost".try_into().unwrap();
+        params.subject_alt_names.push(rcgen::SanType::DnsName(name));
+    });
+    let cluster = [
+        "--cluster-enabled",
+        "yes",
+        "--cluster-port",
+        &bus,
+        "--tls-cluster",
+        "yes",
+        "--tls-auth-clients",
+        "no",
+        "--cluster-announce-hostname",
+        HOST,
+        "--cluster-preferred-endpoint-type",
+        "hostname",
+    ];
+    let node = TlsServer::start_with(&ca, &certificate, &cluster);
+    let _: String = node.server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
+    until("it serves its slots", async || {
+        let info: String = node.server.command("CLUSTER INFO").await;
+        info.contains("cluster_state:ok")
+    })
+    .await;
+    let connect = async |reached: &'static str, server_name: Option<&str>| {
+        let url = format!("rediss+cluster://localhost:{}", node.port);
+        let mut builder = RedisStore::builder(url).root_certificates(ca.pem());
+        if let Some(name) = server_name {
+            builder = builder.server_name(name);
+        }
+        let builder = builder.timeout(Duration::from_secs(20));
+        let map = move |host: &str, port| (host == HOST).then(|| (reached.to_owned(), port));
+        builder.address_map(map).connect().await
+    };
+    let store = connect("127.0.0.1", None).await.unwrap();
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    connect("127.0.0.1", Some("localhost")).await.unwrap();
+    let error = connect("127.0.0.1", Some("other.example"))
+        .await
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::CertificateMismatch, "{error:?}");
+}

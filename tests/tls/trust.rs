@@ -372,3 +372,28 @@ async fn a_slow_handshake_is_waited_for() {
         "{beginnings:?}"
     );
 }
+
+/// What Redis says after the handshake is shown.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_server_in_protected_mode_is_reported() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let url = crate::devices::from_elsewhere(server.port).await;
+    let url = url.replace("redis://", "rediss://");
+    let builder = RedisStore::builder(url).root_certificates(ca.pem());
+    let error = builder.connect().await.unwrap_err();
+    let line = "(`DENIED Redis is running in protected mode because";
+    assert_helpful(&error, ErrorKind::Unreachable, line);
+}
+
+/// Over TLS, redis-rs opens the connection.
+#[tokio::test]
+async fn connections_have_a_name() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let builder = builder(server.url()).root_certificates(ca.pem());
+    let _store = builder.client_name("shop-api").connect().await.unwrap();
+    let clients: String = server.server.command("CLIENT LIST TYPE normal").await;
+    assert!(clients.contains(" name=shop-api "), "{clients}");
+}

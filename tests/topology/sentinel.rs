@@ -78,6 +78,57 @@ async fn the_master_is_found() {
     );
 }
 
+/// Behind a NAT, sentinels report an address that this process does not reach.
+#[tokio::test]
+async fn a_map_reaches_the_master() {
+    let server = RedisServer::start();
+    let (announced, other) = (free_port(), free_port());
+    let sentinels = [Fake::start(announced, 1), Fake::start(announced, 1)];
+    let servers = || url(&[sentinels[0].port, sentinels[1].port]);
+    let port = server.port();
+    let map = move |host: &str, _: u16| Some((host.to_owned(), port));
+    let builder = RedisStore::builder(servers()).timeout(Duration::from_secs(20));
+    let store = builder.address_map(map).connect().await.unwrap();
+    take(&store).await;
+    assert!(has_counted(&server).await);
+
+    let unmapped = RedisStore::builder(servers()).address_map(|_, _| None);
+    let error = unmapped.connect().await.unwrap_err();
+    let text = format!("the server 127.0.0.1:{announced} cannot be reached");
+    assert!(error.to_string().starts_with(&text), "{error}");
+    let nowhere =
+        RedisStore::builder(servers()).address_map(|_, _| Some(("127.0.0.1".to_owned(), 1)));
+    let error = nowhere.connect().await.unwrap_err();
+    let text =
+        format!("the server 127.0.0.1:{announced} (reached at 127.0.0.1:1) cannot be reached");
+    assert!(error.to_string().starts_with(&text), "{error}");
+
+    // The sentinels disagree, and both masters would be one server.
+    sentinels[1].set_master(other, 1);
+    let builder = RedisStore::builder(servers()).address_map(map);
+    let error = builder.connect().await.unwrap_err().to_string();
+    for part in [announced, other, port] {
+        assert!(error.contains(&format!("127.0.0.1:{part}")), "{error}");
+    }
+}
+
+/// The watch keeps its connection to a sentinel.
+#[tokio::test]
+async fn connections_to_sentinels_have_a_name() {
+    let server = RedisServer::start();
+    let sentinel = Sentinel::start(server.port(), 1, "");
+    let store = RedisStore::builder(url(&[sentinel.port])).client_name("shop-api");
+    let store = store.connect().await.unwrap();
+    until("a connection has the name", async || {
+        take(&store).await;
+        let clients: String = sentinel.command("CLIENT LIST").await.unwrap();
+        clients.contains(" name=shop-api ")
+    })
+    .await;
+    let clients: String = server.command("CLIENT LIST TYPE normal").await;
+    assert!(clients.contains(" name=shop-api "), "{clients}");
+}
+
 /// Each connection takes several round trips to a sentinel, and then to the master.
 #[tokio::test]
 async fn a_far_master_is_found() {

@@ -47,6 +47,10 @@ fn find(program: &str, of_apt: &str, package: &str, help: &str) -> Result {
         if !succeeds(installer[0], &["--version"]) {
             continue;
         }
+        eprintln!(
+            "`{program}` is not on the PATH: installing it with {}",
+            installer[0]
+        );
         // Without package lists, apt finds no packages.
         if installer[0] == "apt-get" {
             run(&mut privileged(&["apt-get", "update"]))?;

@@ -6,14 +6,19 @@ mod command;
 mod compat;
 mod install;
 mod metadata;
+#[cfg(test)]
 mod names;
 mod ops;
+#[cfg(test)]
+mod order;
 mod outage;
 mod pages;
+mod release;
 mod screenshots;
 mod servers;
 mod svg;
 mod test;
+mod unused;
 
 use std::env;
 use std::process::{Command, ExitCode};
@@ -28,6 +33,8 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask envoy                    runs `examples/envoy` behind an Envoy, which it fetches
        cargo xtask ops                      checks the alert rules and the dashboard with Prometheus's `promtool`
        cargo xtask pages                    builds the documentation, and checks the links and code of the pages
+       cargo xtask floors                   compiles with the lowest version of each dependency
+       cargo xtask release                  refuses what cannot be published, and builds the package
        cargo xtask screenshots              tries the page of examples/dashboard in Chromium, and takes its pictures
        cargo xtask fuzz [SECONDS]           runs each fuzz test for SECONDS, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with SEEDS seeds each, or a million
@@ -47,6 +54,8 @@ fn main() -> ExitCode {
         ["envoy"] => envoy(),
         ["ops"] => ops::ops(),
         ["pages"] => test::pages(),
+        ["floors"] => release::floors(),
+        ["release"] => release::release(),
         ["screenshots"] => screenshots::screenshots(),
         ["fuzz"] => fuzz("600"),
         ["fuzz", seconds] => fuzz(seconds),

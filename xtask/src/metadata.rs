@@ -35,6 +35,14 @@ impl Metadata {
             .collect()
     }
 
+    pub(crate) fn version(&self) -> &str {
+        self.library()["version"].as_str().unwrap_or_default()
+    }
+
+    pub(crate) fn has_repository(&self) -> bool {
+        self.library()["repository"].is_string()
+    }
+
     /// The `rust-version` of the library.
     pub(crate) fn rust_version(&self) -> &str {
         self.library()["rust_version"].as_str().unwrap_or_default()

@@ -14,7 +14,8 @@ const SEVERAL: &[(&str, &str)] = &[(
 )];
 const KEYWORDS: [&str; 5] = ["struct ", "enum ", "trait ", "type ", "union "];
 
-pub(crate) fn check() -> Result {
+#[test]
+fn each_type_has_a_name_of_its_own() -> Result {
     let mut places = BTreeMap::new();
     read(&root().join("src"), &mut places)?;
     let mut problems = vec![];

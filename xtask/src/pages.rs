@@ -39,8 +39,8 @@ const PAGES: [&str; 29] = [
     "tests/migrating/README.md",
 ];
 
-/// Maximum width of a line of code, as for rustfmt. The column of docs.rs holds it.
-const WIDTH: usize = 100;
+/// Maximum width of a line of code, which the columns of docs.rs and of code hosts hold.
+const WIDTH: usize = 95;
 
 /// The URL of the published documentation, and the folder of the output of `cargo doc`.
 const DOCS: (&str, &str) = (
@@ -360,8 +360,8 @@ mod tests {
     #[test]
     fn code_fits_into_the_column() {
         let text = |columns: usize| format!("{}\n```text\n{0}\n```\n", "é".repeat(columns));
-        assert!(lines("docs/faults.md", &text(100)).is_empty());
-        assert_eq!(lines("docs/faults.md", &text(101)), [3]);
+        assert!(lines("docs/faults.md", &text(WIDTH)).is_empty());
+        assert_eq!(lines("docs/faults.md", &text(WIDTH + 1)), [3]);
     }
 
     #[test]

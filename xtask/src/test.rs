@@ -5,7 +5,8 @@ use std::thread;
 
 use crate::command::{cargo, run, succeeds};
 use crate::metadata::Metadata;
-use crate::{Result, api, install, names, pages, simulate};
+use crate::release::package;
+use crate::{Result, api, install, pages, simulate, unused};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 const NO_FEATURES: &str = "--no-default-features";
@@ -15,7 +16,7 @@ pub(crate) fn test() -> Result {
     cargo(&["fmt", "--all", "--check"])?;
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
-    names::check()?;
+    unused::check()?;
     let version = metadata.rust_version().to_owned();
     // Run this concurrently: it shares nothing with the other steps, and most of them use one processor.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
@@ -37,7 +38,7 @@ pub(crate) fn test() -> Result {
     check_features(NO_FEATURES)?;
     document(&["--package", LIBRARY, NO_FEATURES])?;
     cargo(&["test", "--quiet", "--package", "plain-tests", "--lib"])?;
-    package()?;
+    package(&["--allow-dirty"])?;
     lowest_rust
         .join()
         .map_err(|_| "the check with the lowest Rust panicked")??;
@@ -138,19 +139,4 @@ fn lowest_rust(version: &str) -> Result {
         "--all-features",
     ]);
     run(command.args(["--target-dir", "target/lowest-rust"]))
-}
-
-/// Packages the library as for the registry, and builds the package, which shows that no file is
-/// missing.
-fn package() -> Result {
-    // Use the same target folder, so that dependencies are not built again.
-    cargo(&[
-        "package",
-        "--quiet",
-        "--package",
-        LIBRARY,
-        "--allow-dirty",
-        "--target-dir",
-        "target",
-    ])
 }

@@ -113,7 +113,7 @@ async fn right_passwords_reset_the_attempts() {
 /// Each answer costs 8 tokens, and reserves 1,004 of 4,000. One answer may be in progress.
 fn chat() -> (Policies, fn(Builder) -> Request<Body>) {
     let cells = Strategy::SlidingWindow { cells: 60 };
-    let tokens = Policy::new("tokens", cells, "4000/h".parse().unwrap()).unwrap();
+    let tokens = Policy::new("tokens", cells, "4000/h").unwrap();
     let streams = Policy::in_flight("streams", 1).unwrap();
     let request = |builder| {
         let request = to("/chat", builder)

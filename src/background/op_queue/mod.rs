@@ -116,8 +116,11 @@ impl Future for Flight {
     type Output = (PendingOp, Reply);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let reply = contain(|| self.reply.as_mut().poll(cx));
-        let reply = ready!(reply.unwrap_or_else(|| Poll::Ready(Err(panicked()))));
+        // A panic of the store would end the sender, with all other operations.
+        let reply = match contain(|| self.reply.as_mut().poll(cx)) {
+            Some(polled) => ready!(polled),
+            None => Err(panicked()),
+        };
         match self.op.take() {
             Some(op) => Poll::Ready((op, reply)),
             None => polled_after_completion("Flight"),
@@ -281,6 +284,7 @@ impl SharedQueue {
                 return None;
             }
         };
+        // Without the lock: this notifies the observer, and calls the callback.
         self.give_up(rejected, queue_full());
         None
     }
@@ -415,12 +419,10 @@ impl SharedQueue {
     ) -> Step {
         let work = &mut *lock(&self.work);
         flights.extend(work.new_flights.drain(..));
-        while let Some(due) = work
-            .retries
-            .first_entry()
-            .filter(|first| first.key().0 <= now)
+        while let Some(first) = work.retries.first_entry()
+            && first.key().0 <= now
         {
-            let op = due.remove();
+            let op = first.remove();
             work.queue(op);
         }
         let ops = work.take_queued();
@@ -430,6 +432,7 @@ impl SharedQueue {
             None if !flights.is_empty() => Step::Wait(None),
             None if now < ends_at => Step::Wait(Some(ends_at)),
             None => {
+                // Under the lock, as all writes: an operation that is queued later sets it again, and starts a sender.
                 self.is_busy.store(false, Ordering::Release);
                 Step::End
             }
@@ -450,7 +453,8 @@ pub(crate) fn panicked() -> StoreError {
 
 impl OpWork {
     fn next_retry(&self) -> Option<Instant> {
-        self.retries.first_key_value().map(|((at, _), _)| *at)
+        let (first, _) = self.retries.first_key_value()?;
+        Some(first.0)
     }
 
     /// The number of operations that wait for room or for a retry.
@@ -474,8 +478,8 @@ impl OpWork {
     fn take_queued(&mut self) -> Vec<PendingOp> {
         let room = max_flights(false).saturating_sub(self.in_flight);
         let mut ops: Vec<_> = self.queued.drain(..room.min(self.queued.len())).collect();
-        let room = max_flights(true).saturating_sub(self.in_flight + ops.len());
-        ops.extend(self.renewals.drain(..room.min(self.renewals.len())));
+        let for_renewals = max_flights(true).saturating_sub(self.in_flight + ops.len());
+        ops.extend(self.renewals.drain(..for_renewals.min(self.renewals.len())));
         ops
     }
 }

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::Reply;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charge, Check, Decision, Key, Mode, Policies};
+use crate::limit::{Charge, Check, Decision, Key, Mode, Policies, Policy, SentBy};
 use crate::util::instant;
 
 /// An operation for a store, and a callback for its result.
@@ -141,16 +141,19 @@ impl PendingOp {
         let OpKind::Check(check) = &self.kind else {
             return true;
         };
-        let counts_for = check.policies().longest_count();
+        let each = check.policies().iter().map(Policy::counts_for);
+        let longest = each.max().unwrap_or(0);
         let age = now.saturating_duration_since(self.created_at);
-        i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
+        i64::try_from(age.as_micros()).is_ok_and(|age| age < longest)
     }
 
     /// Decides what happens after a reply.
     pub(super) fn after_reply(&mut self, reply: Reply, now: Instant) -> AfterReply {
         let error = match reply {
             Ok(_) if mem::take(&mut self.repeats_once) => {
-                (self.is_repeat, self.owed) = (true, None);
+                self.is_repeat = true;
+                // The first release counts: no flush waits for the second one.
+                self.owed = None;
                 return AfterReply::Retry(RELEASE_REPEAT_DELAY);
             }
             Ok(decision) => return AfterReply::Finish(Ok(decision)),
@@ -194,17 +197,20 @@ impl PendingOp {
 
     /// Returns the check to send at `now`. `None` if there is nothing left to do.
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
-        let check = match &self.kind {
+        let mut check = match &self.kind {
             OpKind::Check(check) => check.clone(),
             OpKind::Refund { charge, part } => charge.refund(*part, now)?,
         };
         // A request or a block may wait for a take.
         let is_awaited = matches!(check.mode(), Mode::Take | Mode::UpTo);
-        Some(if is_awaited {
-            check
-        } else {
-            check.in_background(self.is_repeat)
-        })
+        if !is_awaited {
+            check.sending_mut().by = if self.is_repeat {
+                SentBy::Retry
+            } else {
+                SentBy::Background
+            };
+        }
+        Some(check)
     }
 
     /// Passes the result to the callback.

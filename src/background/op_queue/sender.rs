@@ -60,8 +60,9 @@ impl Sender {
     async fn wait(&mut self, until: Option<Instant>) -> bool {
         let shared = Arc::clone(&self.shared);
         let mut new_work = pin!(shared.new_work.notified());
-        let mut time = pin!(until.map(|until| sleep(until.saturating_duration_since(instant()))));
+        let mut timer = pin!(until.map(|until| sleep(until.saturating_duration_since(instant()))));
         let mut replies = Vec::new();
+        // Replies that are ready together share one lock.
         let is_work = poll_fn(|cx| {
             while let Poll::Ready(Some(reply)) = self.flights.poll_next_unpin(cx) {
                 replies.push(reply);
@@ -70,12 +71,12 @@ impl Sender {
             if has_new_work || !replies.is_empty() {
                 return Poll::Ready(true);
             }
-            let time = time.as_mut().as_pin_mut();
-            if time.is_some_and(|time| time.poll(cx).is_ready()) {
-                Poll::Ready(false)
-            } else {
-                Poll::Pending
+            if let Some(sleep) = timer.as_mut().as_pin_mut()
+                && sleep.poll(cx).is_ready()
+            {
+                return Poll::Ready(false);
             }
+            Poll::Pending
         })
         .await;
         shared.handle_replies(replies);

@@ -26,7 +26,7 @@ use crate::{Leased, Limiter};
 pub(super) const LEASE: Duration = Duration::from_millis(400);
 
 fn policy(strategy: Strategy, quota: &str) -> Policy {
-    Policy::new("p", strategy, quota.parse().unwrap())
+    Policy::new("p", strategy, quota)
         .unwrap()
         .leased(LEASE)
         .unwrap()
@@ -206,7 +206,7 @@ async fn other_checks_go_to_the_shared_store() {
         take(0),
         take(5_000),
         take(1).with_id("one"),
-        take(1).reserving(true),
+        crate::leases::without_block(take(1)),
         Check::take_ahead(ann(), &policies, 1, LEASE),
         Check::up_to(ann(), &policies, 1),
         Check::peek(ann(), &policies, 1),

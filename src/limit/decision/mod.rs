@@ -8,8 +8,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    ChargedAt, Check, EachCharge, Frees, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
-    duration,
+    ChargedAt, Check, EachCharge, Extra, Frees, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
+    RateLimited, duration,
 };
 
 /// The verdict on one check.
@@ -27,14 +27,14 @@ pub struct Decision {
     /// The index of the deciding policy.
     decider: u32,
     source: Source,
-    made: MadeBy,
+    made_by: MadeBy,
     /// Whether it is a turn that was taken ahead and is due now.
     is_turn: bool,
 }
 
 /// Which store made the decision, and so has the charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum MadeBy {
+pub(crate) enum MadeBy {
     /// The store that received the check.
     There,
     /// The fallback of that store, in this process.
@@ -44,7 +44,7 @@ enum MadeBy {
 }
 
 /// Whether a check was allowed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Outcome {
     /// The check was allowed and charged.
@@ -159,15 +159,9 @@ impl Decision {
             verdicts,
             decider,
             source,
-            made: MadeBy::There,
+            made_by: MadeBy::There,
             is_turn: false,
         }
-    }
-
-    /// Selects the deciding policy, after a change of the verdicts.
-    fn decided_again(mut self) -> Self {
-        self.decider = self.verdicts.decider() as u32;
-        self
     }
 
     /// Returns whether the check was allowed, with the wait.
@@ -190,6 +184,32 @@ impl Decision {
     #[inline]
     pub fn is_allowed(&self) -> bool {
         self.verdict().is_allowed()
+    }
+
+    /// Returns a denial as an error, for `?`. A decision that was charged and is due [later](Outcome::Later) is `Ok`: wait,
+    /// then proceed.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RateLimited, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let limiter = Limiter::new(LocalStore::default(), Policy::new("mails", Strategy::Gcra, "1/h")?);
+    /// limiter.take(Key::new("ann"), 1).await?.allowed()?;
+    /// let denied: RateLimited = limiter.take(Key::new("ann"), 1).await?.allowed().unwrap_err();
+    /// assert!(denied.retry_after().is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`RateLimited`], with the decision.
+    pub fn allowed(self) -> Result<Self, RateLimited> {
+        match self.outcome() {
+            Outcome::Allowed | Outcome::Later { .. } => Ok(self),
+            Outcome::Denied { .. } | Outcome::ExceedsCapacity => Err(RateLimited::new(self)),
+        }
     }
 
     /// Returns the amount charged or refunded: the whole cost for a
@@ -256,38 +276,6 @@ impl Decision {
         })
     }
 
-    /// Shifts the decision by `elapsed` microseconds, which may be negative.
-    pub(crate) fn later(self, elapsed: i64) -> Self {
-        Self {
-            verdicts: self.verdicts.later(elapsed),
-            ..self
-        }
-    }
-
-    /// Turns the decision, made `age` ago, into a denial for `wait`.
-    pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
-        let age = i64::try_from(age.as_micros()).unwrap_or(LONGEST);
-        let mut denied = self.later(age);
-        denied.verdicts.granted = 0;
-        // No wait helps a cost above the capacity.
-        if let Some(decider) = denied.verdicts.each.get_mut(denied.decider as usize)
-            && decider.wait != Verdict::NEVER
-        {
-            decider.wait = duration::micros(wait).max(1);
-            decider.reset = decider.reset.max(decider.wait);
-        }
-        denied.decided_again()
-    }
-
-    /// Returns the wait of a larger cost than the decided cost.
-    pub(crate) fn wait_of_larger(&self, cost: u32) -> Duration {
-        let mut longest = 0;
-        for (policy, verdict) in self.verdicts() {
-            longest = longest.max(verdict.wait_of_larger(policy, cost));
-        }
-        micros(longest)
-    }
-
     /// Returns the checks that refund `cost` of this decision's grant, such as the unused part of
     /// an estimate. `age` is the time since the check was sent; overestimating it is safe, it
     /// refunds less.
@@ -352,7 +340,7 @@ impl Decision {
 
     fn refund_check(&self, key: Key, cost: u32, age: Duration) -> Option<Check> {
         let part = cost.min(self.granted());
-        if part == 0 || self.is_unsure() {
+        if part == 0 || self.made_by == MadeBy::Unsure {
             return None;
         }
         let charge = PolicyCharge {
@@ -363,7 +351,7 @@ impl Decision {
             is_turn: self.is_turn || self.due_in().is_some(),
         };
         let mut each = EachCharge::new();
-        for (policy, verdict) in self.verdicts() {
+        for (policy, verdict) in self.policies.iter().zip(&self.verdicts.each) {
             if !policy.is_in_flight() {
                 let reset = verdict.reset;
                 each.push(PolicyCharge { reset, ..charge });
@@ -374,12 +362,8 @@ impl Decision {
         }
         // A store reconciles its local charges with the undivided policies.
         let whole = self.policies.whole();
-        Some(Check::refund_of(
-            key,
-            whole.without_in_flight()?,
-            part,
-            each,
-        ))
+        let refund = Check::refund(key, whole.without_in_flight()?, part);
+        Some(refund.with_extra(Extra::Charged(each)))
     }
 
     /// Returns how long to wait before proceeding, if the check was charged [in
@@ -395,66 +379,34 @@ impl Decision {
     pub(crate) fn due(mut self) -> Self {
         self.is_turn |= self.due_in().is_some();
         let waited = self.verdict().wait;
-        let verdicts = &mut self.verdicts;
+        let mut verdicts = self.verdicts.clone();
         // A fallback finds its charge by the time at which it was made.
-        if verdicts.at > 0 && self.made == MadeBy::There {
+        if verdicts.at > 0 && self.made_by == MadeBy::There {
             verdicts.at += waited;
         }
         for verdict in &mut verdicts.each {
             verdict.wait = 0;
             verdict.reset = (verdict.reset - waited).max(0);
         }
-        self.decided_again()
-    }
-
-    /// Replaces the wait of each policy whose capacity is exceeded by the result of `wait`, which
-    /// gets the policy's index.
-    pub(crate) fn wait_instead(mut self, wait: impl Fn(usize) -> i64) -> Self {
-        for (i, verdict) in self.verdicts.each.iter_mut().enumerate() {
-            if verdict.wait == Verdict::NEVER {
-                verdict.wait = wait(i);
-            }
-        }
-        self.decided_again()
-    }
-
-    /// Returns the decision after `cost` replaced `reserved`, as far as that is known without a
-    /// call to the store.
-    pub(crate) fn settled(mut self, reserved: u32, cost: u32) -> Self {
-        // Positive: refunded. Negative: charged.
-        let back = i64::from(reserved) - i64::from(cost);
-        self.verdicts.granted = i64::from(cost);
-        for (policy, verdict) in self.policies.iter().zip(&mut self.verdicts.each) {
-            verdict.refund(policy, back);
-        }
-        self.decided_again()
+        self.with_verdicts(verdicts)
     }
 
     /// Returns where it was charged.
-    pub(crate) fn charged_at(&self) -> ChargedAt {
-        match self.made {
+    pub(super) fn charged_at(&self) -> ChargedAt {
+        match self.made_by {
             MadeBy::There => ChargedAt::Redis(self.verdicts.at),
             MadeBy::Locally | MadeBy::Unsure => ChargedAt::Local(self.verdicts.at),
         }
     }
 
-    /// Marks a decision of a fallback, made at this time by the clock of this process. A repeated
-    /// decision was made earlier, by its age. If it is `unsure` whether either store has the
-    /// charge, it is never refunded.
-    pub(crate) fn charged_locally(mut self, at: i64, unsure: bool) -> Self {
-        self.verdicts.at = at - self.verdicts.age;
-        self.made = if unsure {
-            MadeBy::Unsure
-        } else {
-            MadeBy::Locally
-        };
-        self
+    /// Returns which store made the decision.
+    pub(crate) fn made_by(&self) -> MadeBy {
+        self.made_by
     }
 
-    /// Returns `true` if a fallback made the decision, and the primary store may have run the check
-    /// too, or no account of the fallback has the charge.
-    pub(crate) fn is_unsure(&self) -> bool {
-        self.made == MadeBy::Unsure
+    /// Sets which store made the decision.
+    pub(crate) fn with_maker(self, made_by: MadeBy) -> Self {
+        Self { made_by, ..self }
     }
 
     /// Returns `true` if it repeats an earlier decision under an id, and has charged nothing.
@@ -462,40 +414,24 @@ impl Decision {
         self.verdicts.age > 0
     }
 
-    /// Returns the decision as Redis would have made it at the same time.
-    #[cfg(test)]
-    pub(crate) fn in_redis(mut self) -> Self {
-        self.source = Source::Redis;
-        self
-    }
-
-    /// Returns the decision on a check whose cost is taken from this decision's grant, `age` after
-    /// it, so that `left` of the grant is left. What the store reported to remain is added to that.
-    /// A [refund](Self::refund) treats the part as if it had been charged alone at the time of this
-    /// decision.
-    pub(crate) fn part(&self, check: Check, left: u32, age: Duration) -> Self {
-        let mut verdicts = self.verdicts.clone();
-        verdicts.granted = check.cost().into();
-        verdicts.age += duration::micros(age);
-        for (verdict, policy) in verdicts.each.iter_mut().zip(&self.policies) {
-            let capacity = i64::from(policy.quota().capacity());
-            verdict.remaining = (verdict.remaining + i64::from(left)).min(capacity);
-        }
-        Self {
-            decider: self.decider,
-            ..check.answer(verdicts, Source::Leased)
-        }
-    }
-
     /// Returns the decision as if only `cost` had been granted.
-    pub(crate) fn of_charge(mut self, cost: u32) -> Self {
+    pub(super) fn of_charge(mut self, cost: u32) -> Self {
         self.verdicts.granted = cost.into();
         self
     }
 
-    /// Iterates over the verdicts of the policies.
-    pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
-        self.policies.iter().zip(&self.verdicts.each)
+    /// Returns the verdicts of the policies.
+    pub(crate) fn verdicts(&self) -> &Verdicts {
+        &self.verdicts
+    }
+
+    /// Replaces the verdicts, and selects the deciding policy.
+    pub(crate) fn with_verdicts(self, verdicts: Verdicts) -> Self {
+        Self {
+            decider: verdicts.decider() as u32,
+            verdicts,
+            ..self
+        }
     }
 
     #[inline]
@@ -589,28 +525,6 @@ impl Verdict {
             remaining: self.remaining.min(most).max(0),
             reset: self.reset.max(self.wait),
             ..self
-        }
-    }
-
-    /// Updates the verdict after `back` was refunded (charged if negative), as far as that is known
-    /// without a call to the store.
-    pub(super) fn refund(&mut self, policy: &Policy, back: i64) {
-        if policy.is_in_flight() {
-            // The request is still in flight, and counts as one regardless of its cost.
-            return;
-        }
-        let capacity = i64::from(policy.quota().capacity());
-        self.remaining = (self.remaining + back).clamp(0, capacity);
-        if self.remaining == capacity {
-            self.reset = 0;
-        } else if policy.frees().is_gradual() {
-            let time = policy.quota().time_for(back.unsigned_abs());
-            let time = i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
-            let earlier = time.saturating_mul(back.signum());
-            self.reset = self.reset.saturating_sub(earlier).max(0);
-        } else if back < 0 && self.reset == 0 {
-            // Nothing was charged before: the new charge counts for a period.
-            self.reset = policy.params().period;
         }
     }
 

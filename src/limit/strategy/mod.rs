@@ -105,73 +105,59 @@ pub(crate) use strategies;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Strategy {
+    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
     /// The generic cell rate algorithm: the limit spread evenly over the period, with a burst.
     /// After a full burst it allows one per `period / limit`.
     ///
     /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![Gcra grants at most 19 requests in 10 s of this trace][gcra]\n"
-    )]
-    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
+    ///
+    /// ![Gcra grants at most 19 requests in 10 s of this trace][gcra]
     #[default]
     Gcra,
+    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
     /// A counter per window. Up to twice the limit can be granted around the border of two windows.
     /// A denied caller waits until the window ends.
     ///
     /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]).
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![Aligned to the clock, it grants 20 requests in 10 s around a border][fixed_window]\n"
-    )]
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![Aligned to the first hit, it grants 19][fixed_window_first_hit]\n"
-    )]
-    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
+    ///
+    /// ![Aligned to the clock, it grants 20 requests in 10 s around a border][fixed_window]
+    ///
+    /// ![Aligned to the first hit, it grants 19][fixed_window_first_hit]
     FixedWindow(Align),
+    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
     /// The time of every charge: exact at every moment. Its memory grows with the limit, which is
     /// at most 100,000: a caller then uses up to 1.3 MB in Redis, and up to 1.5 MB in a
     /// [`LocalStore`](crate::LocalStore); twice that if fully in debt. Independent of the log's
     /// length, no check costs more than 20 times a granted one.
     ///
     /// As the ZSET recipe, and Redisson's `RRateLimiter`.
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![SlidingLog never grants more than 10 in 10 s][sliding_log]\n"
-    )]
-    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
+    ///
+    /// ![SlidingLog never grants more than 10 in 10 s][sliding_log]
     SlidingLog,
+    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
     /// Counts per cell of time. Never grants more than [`SlidingLog`](Self::SlidingLog) would, but
     /// a caller may wait up to one cell longer. Its memory grows with the cells: 12 bytes each in
     /// Redis, so at most 12 KB per caller, which every check reads and every charge writes.
     ///
     /// As hashes of timestamps to counts, and Istio's rolling windows.
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![SlidingWindow never grants more than 10 in 10 s][sliding_window]\n"
-    )]
-    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
+    ///
+    /// ![SlidingWindow never grants more than 10 in 10 s][sliding_window]
     SlidingWindow {
         /// The number of cells per period, from 1 to 1000. 10 is a good start.
         cells: u16,
     },
+    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
     /// Estimates a sliding window from two fixed windows, in little memory: the current count plus
     /// the overlapping fraction of the previous one.
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![SlidingCounter grants at most 14 requests in 10 s of this trace][sliding_counter]\n"
-    )]
-    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
+    ///
+    /// ![SlidingCounter grants at most 14 requests in 10 s of this trace][sliding_counter]
     SlidingCounter,
+    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
     /// A stock of tokens, which requests take and time refills.
     ///
     /// As Spring Cloud Gateway's `RedisRateLimiter` and bucket4j.
-    #[cfg_attr(
-        doc,
-        doc = "\n\n![Refilled by the interval, it grants 19 requests in 10 s][token_bucket_interval]\n"
-    )]
-    #[cfg_attr(doc, doc = include_str!("../../../docs/pictures.md"))]
+    ///
+    /// ![Refilled by the interval, it grants 19 requests in 10 s][token_bucket_interval]
     TokenBucket(Refill),
     /// A level that requests raise and time lowers. Decides as [`Gcra`](Self::Gcra) does.
     LeakyBucket,

@@ -45,6 +45,7 @@ where
 
     #[inline]
     fn note<D>(&self, _: &Notifier, _: &mut R, grant: &mut Grant<D>) -> E {
+        // A request of any type has no place for it, nor has its response.
         drop(grant.take_decision());
         self.ending.clone()
     }
@@ -67,6 +68,7 @@ where
         if let Some(settlement) = ending.settlement(&result) {
             grant.settle(settlement);
         }
+        // Now, since the caller may keep the completed future.
         grant.end();
         result
     }

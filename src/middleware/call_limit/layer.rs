@@ -73,6 +73,7 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
         let config = Config {
+            // A call ends with the result of the inner service, which the layer sees.
             gate: Gate::new(store, policies, Holds::InFlight),
             protocol: Calls::new(AsIs),
         };

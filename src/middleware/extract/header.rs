@@ -116,6 +116,7 @@ impl KeyExtractor for HeaderKey {
         let mut values = request.headers.get_all(name).iter();
         // HTTP/2 does not strip blanks around a value.
         let first = values.next().map(|value| value.as_bytes().trim_ascii());
+        // Proxies and frameworks disagree which of several values counts, so a client could choose its key.
         if values.next().is_some() {
             return Err(MissingKey::malformed(format!(
                 "the header {name} appears more than once"

@@ -2,7 +2,6 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::slice;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Weak};
 
 use http::HeaderName;
@@ -13,7 +12,7 @@ use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::{Key, KeyForms};
 use crate::observe::mistakes::{NO_PEER_ADDRESS, UNKNOWN_PROXY};
 use crate::observe::{Observer, event, or_log};
-use crate::util::lock;
+use crate::util::{OnceFlag, lock};
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
 ///
@@ -56,11 +55,11 @@ impl PeerIp {
 
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let counted = |peer| {
+        let peer = Peer::of(request, |peer| {
             UNKNOWN_PROXIES.notice(peer, request, None);
             peer
-        };
-        Peer::of(request, counted).key(64)
+        });
+        peer.key(64)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -225,8 +224,8 @@ fn is_unix(_: &Parts) -> bool {
 pub(super) struct UnknownProxy {
     /// The first observer, while its layer exists.
     observer: Mutex<Option<Weak<dyn Observer>>>,
-    reported: AtomicBool,
-    no_address_reported: AtomicBool,
+    reported: OnceFlag,
+    no_address_reported: OnceFlag,
 }
 
 /// One for the process: [`PeerIp`] has no state, and the same proxies are in front of all layers.
@@ -239,15 +238,20 @@ impl UnknownProxy {
     const fn new() -> Self {
         Self {
             observer: Mutex::new(None),
-            reported: AtomicBool::new(false),
-            no_address_reported: AtomicBool::new(false),
+            reported: OnceFlag::new(),
+            no_address_reported: OnceFlag::new(),
         }
     }
 
     /// Keeps the first observer that still exists.
     pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
         let mut first = lock(&self.observer);
-        if first.as_ref().is_none_or(|first| first.strong_count() == 0) {
+        // Another one takes over when the layers with the first one are dropped.
+        let is_alive = match &*first {
+            Some(first) => first.strong_count() > 0,
+            None => false,
+        };
+        if !is_alive {
             *first = Some(Arc::downgrade(observer));
         }
     }
@@ -263,7 +267,7 @@ impl UnknownProxy {
             Peer::Unix => true,
             Peer::Unknown => false,
         };
-        if is_near && !self.reported.load(Relaxed) {
+        if is_near && !self.reported.is_claimed() {
             let headers = match header {
                 Some(header) => slice::from_ref(header),
                 None => &HEADERS,
@@ -279,7 +283,7 @@ impl UnknownProxy {
 
     #[cold]
     fn report(&self, peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) {
-        if self.reported.swap(true, Relaxed) {
+        if !self.reported.claim() {
             return;
         }
         let (peer, trusted) = match peer {
@@ -316,8 +320,7 @@ impl UnknownProxy {
     /// is trusted.
     #[cold]
     pub(super) fn notice_no_address(&self) {
-        if !self.no_address_reported.load(Relaxed) && !self.no_address_reported.swap(true, Relaxed)
-        {
+        if !self.no_address_reported.is_claimed() && self.no_address_reported.claim() {
             let problem = format!(
                 "a request has neither a recorded address nor one in the header of its proxies, and is counted as a peer on a unix \
                  socket: over TCP, {}, or ignore this on a unix socket{NO_PEER_ADDRESS}",
@@ -328,7 +331,11 @@ impl UnknownProxy {
     }
 
     fn misconfigured(&self, problem: &str) {
-        let observer = lock(&self.observer).as_ref().and_then(Weak::upgrade);
+        // Without the lock, since the observer is the user's code.
+        let observer = match &*lock(&self.observer) {
+            Some(observer) => observer.upgrade(),
+            None => None,
+        };
         or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
     }
 }

@@ -43,7 +43,10 @@ pub struct MatchedRoute;
 
 impl KeyExtractor for MatchedRoute {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        Ok(template(request).map_or(Key::NO_ROUTE, Key::new))
+        match template(request) {
+            Some(template) => Ok(Key::new(template)),
+            None => Ok(Key::NO_ROUTE),
+        }
     }
 
     fn forms(&self) -> KeyForms {
@@ -66,9 +69,11 @@ pub struct MatchedEndpoint;
 
 impl KeyExtractor for MatchedEndpoint {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let endpoint =
-            |template| Key::tuple(&[Key::new(method(&request.method)), Key::new(template)]);
-        Ok(template(request).map_or(Key::NO_ROUTE, endpoint))
+        let Some(template) = template(request) else {
+            return Ok(Key::NO_ROUTE);
+        };
+        let method = Key::new(method(&request.method));
+        Ok(Key::tuple(&[method, Key::new(template)]))
     }
 
     fn forms(&self) -> KeyForms {
@@ -95,6 +100,7 @@ fn method(method: &Method) -> &'static str {
         Method::DELETE => "DELETE",
         Method::OPTIONS => "OPTIONS",
         Method::TRACE => "TRACE",
+        // Otherwise a client could create keys by inventing methods.
         _ => "OTHER",
     }
 }

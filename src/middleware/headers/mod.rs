@@ -6,6 +6,7 @@ mod legacy;
 
 use std::fmt;
 use std::iter;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use http::header::RETRY_AFTER;
@@ -36,7 +37,7 @@ use crate::limit::{Decision, Policies, Policy, Quota, Verdict};
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
 /// did not pass through a layer, use [`append`](Self::append).
 #[doc(alias("Retry-After", "RateLimit"))]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Headers {
     draft: bool,
     legacy: Option<LegacyHeaders>,
@@ -154,7 +155,7 @@ impl Headers {
 /// share. The layer's own decision may also be under a policy of requests in flight.
 fn is_by_handler(denied: &Decision, of_layer: &Decision) -> bool {
     let of_layer = of_layer.policies().whole();
-    of_layer.without_in_flight() == Some(&denied.policies().whole())
+    of_layer.without_in_flight() == Some(denied.policies().whole())
 }
 
 /// [`DRAFT_11`](Self::DRAFT_11).
@@ -195,10 +196,8 @@ fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
 /// Returns the values of `RateLimit-Policy` and `RateLimit`, which are empty if all policies are
 /// pauses.
 fn draft(decision: &Decision) -> (HeaderValue, HeaderValue) {
-    // Built once per list of policies.
-    decision.policies().derived(Texts::new, |texts| {
-        (texts.policy_field.clone(), texts.rate_limit(decision))
-    })
+    let texts = Texts::of(decision.policies());
+    (texts.policy_field.clone(), texts.rate_limit(decision))
 }
 
 /// Writes the quota of the policy that decided, such as `50 per second burst 100` or `4 concurrent
@@ -207,12 +206,11 @@ pub(in crate::middleware) fn write_quota(
     decision: &Decision,
     to: &mut impl fmt::Write,
 ) -> fmt::Result {
-    decision.policies().derived(Texts::new, |texts| {
-        match texts.each.get(decision.decider()) {
-            Some(each) => to.write_str(&each.quota),
-            None => Ok(()),
-        }
-    })
+    let texts = Texts::of(decision.policies());
+    match texts.each.get(decision.decider()) {
+        Some(each) => to.write_str(&each.quota),
+        None => Ok(()),
+    }
 }
 
 /// Texts that depend on the policies only.
@@ -230,6 +228,13 @@ struct PolicyTexts {
 }
 
 impl Texts {
+    /// Returns the texts of a list, which are made once and kept with the list.
+    #[inline]
+    fn of(policies: &Policies) -> &Self {
+        let texts = policies.extension::<OnceLock<Self>>();
+        texts.get_or_init(|| Self::new(policies))
+    }
+
     fn new(policies: &Policies) -> Self {
         let mut items = vec![];
         let mut each = SmallVec::new();
@@ -268,8 +273,8 @@ impl Texts {
         if !decision.is_allowed() && decision.policy().is_pause() {
             return value(b"");
         }
-        let mut items = decision
-            .verdicts()
+        let each = decision.policies().iter().zip(&decision.verdicts().each);
+        let mut items = each
             .zip(&self.each)
             .filter(|((policy, _), _)| !policy.is_pause())
             .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict));

@@ -76,8 +76,11 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         self,
         cost: impl Fn(&P::Head, &Policies) -> C + Send + Sync + 'static,
     ) -> Self {
-        let cost = move |request: &P::Head, policies: &Policies| cost(request, policies).into();
-        self.change(|config| config.gate.settings.cost = Some(Arc::new(cost)))
+        self.change(|config| {
+            config.gate.settings.cost = Some(Arc::new(move |request: &P::Head, policies| {
+                cost(request, policies).into()
+            }));
+        })
     }
 
     /// Sets an id, so that a repeated request is charged once: an `Idempotency-Key`, or the id of a
@@ -252,9 +255,12 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         change: impl FnOnce(Config<S, P>) -> Config<S, P2>,
     ) -> LimitLayer<S, K, P2> {
         let extractor = Arc::clone(&self.shared.extractor);
-        // Clones of the layer keep their settings.
-        let mut config = Arc::try_unwrap(self.shared)
-            .map_or_else(|shared| shared.config.clone(), |shared| shared.config);
+        let mut config = match Arc::try_unwrap(self.shared) {
+            Ok(shared) => shared.config,
+            // Clones of the layer keep their settings.
+            Err(shared) => shared.config.clone(),
+        };
+        // Another layer with its own mistakes: reports of the former one must not silence these.
         config.gate.notifier = config.gate.notifier.with_fresh_limits();
         LimitLayer::with_config(extractor, change(config))
     }
@@ -279,8 +285,10 @@ impl<T: IsClone, S: Clone, K, P: Protocol + Clone> Layer<T> for LimitLayer<S, K,
         } = &*self.shared;
         config.gate.assert_countable();
         config.gate.report_shared_count();
-        let copies = || Copies::new(|| (Arc::clone(extractor), Arc::new(config.clone())));
-        Limit::new(inner, services.get_or_init(copies).clone())
+        // Once for all services: a router calls this for each of its routes.
+        let settings = services
+            .get_or_init(|| Copies::new(|| (Arc::clone(extractor), Arc::new(config.clone()))));
+        Limit::new(inner, settings.clone())
     }
 }
 

@@ -10,7 +10,7 @@ use tower_service::Service;
 
 use super::layer::{Config, ServiceSettings};
 use super::protocol::{Protocol, Serve};
-use crate::gate::{Admission, Grant, KeyExtractor, Pending, Refusal};
+use crate::gate::{Admission, Admitted, Grant, KeyExtractor, Pending, Refusal};
 use crate::middleware::take_ready;
 use crate::store::Store;
 use crate::util::polled_after_completion;
@@ -74,12 +74,14 @@ where
                 },
             },
             Admission::Decided(Err(refusal)) => {
+                // It may hold a permit that others wait for.
                 drop(take_ready(&mut self.inner));
                 LimitFuture {
                     state: State::refused(config, &head, refusal),
                 }
             }
             Admission::Undecided(pending) => {
+                // A request that waits for its turn drops the ready service: it may hold a permit that others wait for.
                 let ready = take_ready(&mut self.inner);
                 let inner = if pending.is_queued() {
                     self.inner.clone()
@@ -193,6 +195,29 @@ where
     S: Store,
     P: Serve<T, Req>,
 {
+    #[inline]
+    fn decided(
+        request: HeldRequest<T, S, P, P::Body>,
+        admitted: Admitted,
+        mut grant: Grant<S::Future>,
+    ) -> Self {
+        let HeldRequest {
+            config,
+            mut inner,
+            mut head,
+            body,
+        } = request;
+        let notifier = &config.gate.notifier;
+        match admitted {
+            Ok(()) => Self::Calling {
+                noted: config.protocol.note(notifier, &mut head, &mut grant),
+                response: inner.call(P::join(head, body)),
+                grant,
+            },
+            Err(refusal) => Self::refused(&config, &head, refusal),
+        }
+    }
+
     fn refused(config: &Config<S, P>, head: &P::Head, refusal: Refusal) -> Self {
         Self::Answered {
             result: Some(config.protocol.refuse(&config.gate.notifier, head, refusal)),
@@ -214,49 +239,33 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, held } => {
-                    let Some(HeldRequest {
+                    let Some(request) = held else {
+                        polled_after_completion(P::FUTURE);
+                    };
+                    let HeldRequest {
                         config,
                         inner,
                         head,
                         ..
-                    }) = held
-                    else {
-                        polled_after_completion(P::FUTURE);
-                    };
+                    } = request;
                     let mut grant = Grant::default();
-                    let admitted = pending.poll(cx, &config.gate, head, &mut grant, inner);
-                    let admitted = ready!(admitted).map_err(P::error)?;
+                    let polled = pending.poll(cx, &config.gate, head, &mut grant, inner);
+                    let admitted = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
-                    let Some(HeldRequest {
-                        config,
-                        mut inner,
-                        mut head,
-                        body,
-                    }) = held.take()
-                    else {
+                    let Some(decided) = held.take() else {
                         polled_after_completion(P::FUTURE);
                     };
-                    match admitted {
-                        Ok(()) => State::Calling {
-                            noted: config.protocol.note(
-                                &config.gate.notifier,
-                                &mut head,
-                                &mut grant,
-                            ),
-                            response: inner.call(P::join(head, body)),
-                            grant,
-                        },
-                        Err(refusal) => State::refused(&config, &head, refusal),
-                    }
+                    State::decided(decided, admitted, grant)
                 }
                 StateProj::Calling {
                     response,
                     grant,
                     noted,
                 } => {
+                    // They have no task: they advance with the inner call.
                     let _ = grant.poll_shadows(cx);
-                    let result = ready!(response.poll(cx));
-                    let result = P::settle(noted, result, grant);
+                    let response = ready!(response.poll(cx));
+                    let result = P::settle(noted, response, grant);
                     // An error does not wait for the checks of dry runs.
                     if result.is_err() || !grant.has_shadows() {
                         return Poll::Ready(P::finish(result, grant));
@@ -268,9 +277,9 @@ where
                 }
                 StateProj::Answered { result, grant } => {
                     ready!(grant.poll_shadows(cx));
-                    let result = result
-                        .take()
-                        .unwrap_or_else(|| polled_after_completion(P::FUTURE));
+                    let Some(result) = result.take() else {
+                        polled_after_completion(P::FUTURE);
+                    };
                     return Poll::Ready(P::finish(result, grant));
                 }
             };

@@ -11,6 +11,7 @@ const DIGITS: usize = 8;
 pub(super) fn grpc_timeout(request: &Parts) -> Option<Duration> {
     let text = request.headers.get("grpc-timeout")?.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    // A parsed number may have a sign.
     let is_number = digits.bytes().all(|byte| byte.is_ascii_digit());
     if !is_number || digits.len() > DIGITS {
         return None;

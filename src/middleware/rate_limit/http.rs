@@ -89,6 +89,7 @@ where
         if let Some(charge) = grant.charge() {
             // The handler may respond with a denial, which has header fields to remove.
             is_annotated = true;
+            // The handler sees the innermost one only, so that counts for the outer layers too.
             if let Some(outer) = head.extensions.insert(charge.clone()) {
                 charge.count_for(outer);
             }
@@ -116,20 +117,20 @@ where
         head: &Parts,
         refusal: Refusal,
     ) -> Result<Response<ResBody>, T::Error> {
-        let respond = |reason| self.reject.reject(Rejection::new(reason, head));
         Ok(match refusal {
             Refusal::Denied(decision) => {
-                let mut response = respond(Reason::Denied(&decision));
+                let mut response = self.respond(Reason::Denied(&decision), head);
                 let is_success = response.status().is_success();
+                // Clients and caches would take the denial for the answer to the request.
                 if is_success && !self.answer.denies_with_success && !is_of_grpc(&response) {
                     notifier.denied_with_success(response.status());
                 }
                 self.answer.headers.annotate(decision, &mut response, true);
                 response
             }
-            Refusal::Unavailable(error) => respond(Reason::Unavailable(&error)),
+            Refusal::Unavailable(error) => self.respond(Reason::Unavailable(&error), head),
             Refusal::MissingKey(missing) => {
-                let mut response = respond(Reason::MissingKey(&missing));
+                let mut response = self.respond(Reason::MissingKey(&missing), head);
                 challenge(&missing, &mut response);
                 response
             }
@@ -144,6 +145,7 @@ where
     ) -> Result<Response<ResBody>, T::Error> {
         let mut response = result?;
         if let Some(rule) = &noted.rule {
+            // A rule reads `Parts`, for which the response must be taken apart.
             let (parts, body) = response.into_parts();
             grant.settle(rule(&parts));
             response = Response::from_parts(parts, body);
@@ -177,6 +179,13 @@ where
 }
 
 impl<R, E> Http<R, E> {
+    fn respond<B>(&self, reason: Reason<'_>, head: &Parts) -> Response<B>
+    where
+        R: Reject<B>,
+    {
+        self.reject.reject(Rejection::new(reason, head))
+    }
+
     pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2, E> {
         Http {
             reject: Arc::new(reject),

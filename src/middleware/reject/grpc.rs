@@ -153,14 +153,15 @@ fn is_grpc(request: &Parts) -> bool {
     if request.method != Method::POST {
         return false;
     }
-    let kind = request
-        .headers
-        .get(CONTENT_TYPE)
-        .and_then(|kind| kind.as_bytes().split_at_checked(GRPC.len()));
-    kind.is_some_and(|(kind, rest)| {
-        kind.eq_ignore_ascii_case(GRPC.as_bytes())
-            && matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'))
-    })
+    let Some(kind) = request.headers.get(CONTENT_TYPE) else {
+        return false;
+    };
+    let Some((start, rest)) = kind.as_bytes().split_at_checked(GRPC.len()) else {
+        return false;
+    };
+    // Not gRPC-Web: its trailers are in the body.
+    let is_end = matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'));
+    start.eq_ignore_ascii_case(GRPC.as_bytes()) && is_end
 }
 
 /// The status of a [`GrpcReject`]. Feature `tonic`.
@@ -208,8 +209,11 @@ impl Reason<'_> {
 /// Converts the wait to milliseconds, rounded up. -1 for no wait, and for a wait above `i32::MAX`
 /// milliseconds, the maximum that clients accept.
 fn pushback(wait: Option<Duration>) -> i32 {
-    wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok())
-        .unwrap_or(-1)
+    let Some(wait) = wait else {
+        return -1;
+    };
+    // A retry that far off is none.
+    i32::try_from(wait.as_nanos().div_ceil(1_000_000)).unwrap_or(-1)
 }
 
 #[cfg(test)]

@@ -176,9 +176,8 @@ impl HttpReject {
             _ => drop(reason.write_to(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
-        let violated = decision
-            .verdicts()
-            .filter(|(_, verdict)| !verdict.is_allowed());
+        let each = decision.policies().iter().zip(&decision.verdicts().each);
+        let violated = each.filter(|(_, verdict)| !verdict.is_allowed());
         for (i, (policy, _)) in violated.enumerate() {
             // Names have no character that JSON would escape.
             body.push_str(if i > 0 { ",\"" } else { "\"" });

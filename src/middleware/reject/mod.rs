@@ -137,6 +137,7 @@ impl Reason<'_> {
     fn status(&self) -> StatusCode {
         match self {
             Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
+            // A status of 4xx would blame the client.
             Reason::MissingKey(missing) if missing.is_misconfigured() => {
                 StatusCode::INTERNAL_SERVER_ERROR
             }
@@ -151,6 +152,7 @@ impl Reason<'_> {
     /// Completes the response of a handler.
     fn annotate<B>(self, response: &mut Response<B>) {
         match self {
+            // Here is no layer whose own style of fields would be added.
             Reason::Denied(denied) => Headers::DRAFT_11.annotate(denied.clone(), response, true),
             Reason::MissingKey(missing) => challenge(missing, response),
             Reason::Unavailable(_) => {}
@@ -166,6 +168,7 @@ impl Reason<'_> {
                     if decision.policy().is_pause() {
                         to.write_str("Calls are paused")?;
                     } else {
+                        // Without formatting macros, which are slow: a flood of requests is denied with this text.
                         to.write_str("The quota of ")?;
                         write_quota(decision, to)?;
                         let left = decision.remaining() > 0;
@@ -187,6 +190,7 @@ impl Reason<'_> {
             },
             Reason::MissingKey(missing) if missing.is_misconfigured() => {
                 to.write_str("Rate limiting is misconfigured")?;
+                // The fix is for the operator. In production, a client must not read about the server.
                 if cfg!(debug_assertions) {
                     write!(to, ": {missing}")?;
                 }
@@ -234,6 +238,7 @@ impl<'a> From<&'a ReserveError> for Reason<'a> {
 
 /// Adds the challenge for an unauthenticated client to a 401 without one.
 pub(super) fn challenge<B>(missing: &MissingKey, response: &mut Response<B>) {
+    // The user's rejection may have another status, or its own challenge.
     if let (Some(challenge), StatusCode::UNAUTHORIZED) = (missing.challenge(), response.status()) {
         response
             .headers_mut()

@@ -70,13 +70,17 @@ impl<P> CurrentSelector<P> {
 impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         let CurrentSelector { selector, fixed } = &**self.0.held.load();
+        // Here, not in `replace`, which does not know the type of requests.
         let fixed = fixed.get_or_init(|| {
             if let Some(observer) = self.0.observer.get() {
                 selector.observe(observer);
             }
             selector.fixed()
         });
-        fixed.clone().or_else(|| selector.policies(request, key))
+        match fixed {
+            Some(policies) => Some(policies.clone()),
+            None => selector.policies(request, key),
+        }
     }
 
     fn caller_without(&self, forms: KeyForms) -> Option<String> {

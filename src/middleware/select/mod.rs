@@ -5,7 +5,7 @@ mod routes;
 mod tiers;
 
 pub use crate::gate::{PolicySelector, policies_fn};
-pub use crate::limiter::IsPolicies;
+pub use crate::limit::IsPolicies;
 pub use ipnet::IpNet;
 pub use live::Live;
 pub use routes::Routes;

@@ -151,7 +151,10 @@ impl Routes {
     /// read differently, such as `/caf%C3%A9/{id}`: it would exempt nothing.
     #[doc(alias = "allowlist")]
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
-        if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
+        if pattern.contains('{')
+            && let Some(read) = lenient(pattern)
+            && read.path != pattern
+        {
             let problem = "a pattern with parameters and escapes, a `;`, an empty segment or a segment \
                            that ends with a dot exempts nothing";
             return Err(wrong(pattern, problem));
@@ -186,18 +189,29 @@ impl Routes {
         };
         insert(&mut patterns.exact, pattern, self.routes.len())?;
         let folded = folded(pattern);
+        // An exemption applies to the exact letter case only.
         if selector.is_some() {
             self.has_folded |= folded != pattern;
             // An earlier pattern may be equal in lower case: then this one has its own spelling only.
             let _ = patterns.folded.insert(&*folded, self.routes.len());
         }
+        let selector = match selector {
+            Some(selector) => selector,
+            None => Selector::new(None::<Policies>),
+        };
         self.routes.push(Route {
-            selector: selector.unwrap_or_else(|| Selector::new(None::<Policies>)),
+            selector,
             is_path: parameters(pattern) == 0,
             is_catch_all: pattern.contains("/{*"),
             rank: (is_for_all, rank(&folded)),
         });
         Ok(self)
+    }
+
+    /// All selectors, including the default one.
+    fn selectors(&self) -> impl Iterator<Item = &Selector> {
+        let selectors = self.routes.iter().map(|route| &route.selector);
+        selectors.chain([&self.default])
     }
 
     fn at(&self, patterns: &Patterns, case: Case, path: &str) -> Option<&Route> {
@@ -316,7 +330,11 @@ fn rank(pattern: &str) -> String {
             Some('*') => CATCH_ALL,
             _ => PARAMETER,
         });
-        while characters.next().is_some_and(|next| next != '}') {}
+        for skipped in characters.by_ref() {
+            if skipped == '}' {
+                break;
+            }
+        }
     }
     rank
 }
@@ -337,23 +355,24 @@ impl PolicySelector for Routes {
         };
         match target(request) {
             Target::Path(path) => search.of_path(path),
-            // Several paths fit the template, and the pattern may match only some of them.
-            Target::Template(template) => search
-                .limit_at(Case::Exact, &template)
-                .or_else(|| search.of_default()),
+            // Several paths fit the template, and the pattern may match only some of them: so it exempts none.
+            Target::Template(template) => {
+                let limit = search.limit_at(Case::Exact, &template);
+                if limit.is_some() {
+                    return limit;
+                }
+                search.of_default()
+            }
         }
     }
 
     fn caller_without(&self, forms: KeyForms) -> Option<String> {
-        let selectors = self.routes.iter().map(|route| &route.selector);
-        selectors
-            .chain([&self.default])
+        self.selectors()
             .find_map(|selector| selector.caller_without(forms))
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        let selectors = self.routes.iter().map(|route| &route.selector);
-        for selector in selectors.chain([&self.default]) {
+        for selector in self.selectors() {
             selector.observe(observer);
         }
     }
@@ -378,7 +397,10 @@ struct Reading<'a> {
 impl<'a> Search<'a> {
     fn of_path(self, path: &str) -> Option<Policies> {
         let found = self.find(Case::Exact, path);
-        let policies = found.and_then(|route| self.under(route));
+        let policies = match found {
+            Some(route) => self.under(route),
+            None => None,
+        };
         if self.routes.ignores_case {
             let exempt = if policies.is_none() { found } else { None };
             let limit = self.folded_limit(&lower_case(path), exempt);
@@ -386,22 +408,38 @@ impl<'a> Search<'a> {
                 return limit;
             }
         }
-        // The path equals the pattern, so an exemption is meant for exactly this path.
-        if policies.is_some() || found.is_some_and(|found| found.is_path) {
+        if policies.is_some() {
             return policies;
         }
+        // Without policies, a route exempts the path. Here it is meant for exactly this path.
+        if let Some(exempt) = found
+            && exempt.is_path
+        {
+            return None;
+        }
         let reading = self.read(path, found);
-        let limit = if self.routes.ignores_case {
-            self.in_lower_case(&reading)
-                .or_else(|| self.as_written(&reading))
-        } else {
-            self.as_written(&reading)
-                .or_else(|| self.in_lower_case(&reading))
-        };
+        let limit = self.lenient_limit(&reading);
         if limit.is_none() && reading.exempt.is_none() {
             return self.of_default();
         }
         limit
+    }
+
+    /// The limit of a path without a limit as sent: no other spelling of a limited path avoids its limit.
+    fn lenient_limit(self, reading: &Reading<'_>) -> Option<Policies> {
+        let first = if self.routes.ignores_case {
+            self.in_lower_case(reading)
+        } else {
+            self.as_written(reading)
+        };
+        if first.is_some() {
+            return first;
+        }
+        if self.routes.ignores_case {
+            self.as_written(reading)
+        } else {
+            self.in_lower_case(reading)
+        }
     }
 
     /// Reads a path as a lenient server does. `found` is the exemption of the raw path.
@@ -417,7 +455,12 @@ impl<'a> Search<'a> {
             };
         };
         let route = self.find(Case::Exact, &read.path);
-        let limit = route.and_then(|route| self.under(route));
+        let limit = match route {
+            Some(route) => self.under(route),
+            None => None,
+        };
+        // Both readings must be exempt, since it is unknown which one the server uses. Servers resolve a `..`
+        // differently, so a path with one is never exempt.
         let is_exempt = found.is_some() && limit.is_none() && !read.climbs;
         Reading {
             path: read.path.into(),
@@ -438,8 +481,11 @@ impl<'a> Search<'a> {
             return None;
         }
         let path = lower_case(&reading.path);
-        self.folded_limit(&path, reading.exempt)
-            .or_else(|| self.at_other_end(Case::Folded, &path, reading.exempt))
+        let limit = self.folded_limit(&path, reading.exempt);
+        if limit.is_some() {
+            return limit;
+        }
+        self.at_other_end(Case::Folded, &path, reading.exempt)
     }
 
     /// The limit of a path in lower case, unless the exemption is more specific.
@@ -510,9 +556,10 @@ fn target(request: &Parts) -> Target<'_> {
     } else {
         here
     };
-    let Some(template) = extensions.get().map(MatchedPath::as_str) else {
+    let Some(matched) = extensions.get::<MatchedPath>() else {
         return Target::Path(whole);
     };
+    let template = matched.as_str();
     if fits(template, whole) {
         Target::Path(whole)
     } else if fits(template, sent) {
@@ -531,7 +578,8 @@ fn target(request: &Parts) -> Target<'_> {
 /// Returns `true` if axum would match this path with this template.
 #[cfg(feature = "axum")]
 fn fits(template: &str, path: &str) -> bool {
-    let (mut template, mut path) = (template.as_bytes(), path.as_bytes());
+    let mut template = template.as_bytes();
+    let mut path = path.as_bytes();
     loop {
         (template, path) = match (template, path) {
             ([], []) => return true,

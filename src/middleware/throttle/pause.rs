@@ -4,8 +4,8 @@ use http::StatusCode;
 use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
 
 use crate::error::{ConfigError, StoreError};
-use crate::limit::{Check, Key, Policy};
-use crate::store::Store;
+use crate::limit::{Key, Policy, Quota, Strategy};
+use crate::store::{Store, charge_debt_of};
 
 /// Stops all instances from calling for a while, such as for the `Retry-After` of a server's 429.
 ///
@@ -83,7 +83,7 @@ impl<S: Store> Pause<S> {
                 "the maximum pause {max:?} is out of range: use 1 second to 5 hours"
             )));
         }
-        let policy = Policy::pause(name, max)?;
+        let policy = policy_of(name, max)?;
         Ok(Self { store, policy, max })
     }
 
@@ -103,11 +103,21 @@ impl<S: Store> Pause<S> {
         if !time.is_zero() {
             let _ = self
                 .store
-                .check(Check::charge_debt_of(key, &self.policy().into(), time))
+                .check(charge_debt_of(key, &self.policy().into(), time))
                 .await?;
         }
         Ok(())
     }
+}
+
+/// Creates the policy of pauses of at most `max`. A debt in its quota denies requests until the pause ends.
+fn policy_of(name: &str, max: Duration) -> Result<Policy, ConfigError> {
+    /// A pause is a debt of at most the burst, and may be charged before anything else. So the burst is half of the maximum
+    /// cost of a check. Calls do not use it up.
+    const BURST: u32 = 1 << 31;
+    let max = Duration::from_micros(max.as_micros() as u64);
+    let policy = Policy::new(name, Strategy::Gcra, Quota::per(BURST, max))?;
+    Ok(policy.of_pauses())
 }
 
 /// Returns the pause that a response requests: the `Retry-After` of a 429 or a 503, or the

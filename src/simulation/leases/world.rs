@@ -106,10 +106,9 @@ impl Remote for Redis {
 
     fn runs(&mut self, Request { check, .. }: &Request) -> Decision {
         let now = self.clock();
-        let check = check.arriving(now);
         let verdicts = Verdicts {
             at: now,
-            ..self.counts.decide(&check, now)
+            ..self.counts.decide(check, now)
         };
         if check.mode() == Mode::Take && verdicts.granted > 0 {
             self.spent.push((now, check.cost()));
@@ -118,7 +117,7 @@ impl Remote for Redis {
         } else if check.mode() == Mode::Reset {
             self.resets.push(now);
         }
-        check.into_owned().answer(verdicts, Source::Redis)
+        check.clone().answer(verdicts, Source::Redis)
     }
 
     fn replies(&mut self, request: &Request, reply: &Reply) {

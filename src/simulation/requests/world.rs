@@ -146,12 +146,11 @@ impl WorldState {
 
     fn counts(&mut self, check: &Check) -> Decision {
         let now = self.plan.wall + self.network.now as i64 * 1000;
-        let check = check.arriving(now);
         let verdicts = Verdicts {
             at: now,
-            ..self.counts.decide(&check, now)
+            ..self.counts.decide(check, now)
         };
-        check.into_owned().answer(verdicts, Source::Redis)
+        check.clone().answer(verdicts, Source::Redis)
     }
 
     /// Compares the store's count of steady callers with their requests in flight, once they should

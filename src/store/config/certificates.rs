@@ -24,15 +24,18 @@ pub(in crate::store) fn set_tls(
 ) -> Result<RedisStoreBuilder, ConfigError> {
     if let Some(path) = &config.root_certificates {
         let pem = read("root_certificates", path)?;
-        check_roots(&pem).map_err(|error| in_files(&[path], &error))?;
+        if let Err(error) = check_roots(&pem) {
+            return Err(in_files(&[path], &error));
+        }
         builder = builder.root_certificates(pem);
     }
     match (&config.client_certificate, &config.client_key) {
         (Some(certificate), Some(key)) => {
             let certificate_pem = read("client_certificate", certificate)?;
             let key_pem = read("client_key", key)?;
-            check_client(&certificate_pem, &key_pem)
-                .map_err(|error| in_files(&[certificate, key], &error))?;
+            if let Err(error) = check_client(&certificate_pem, &key_pem) {
+                return Err(in_files(&[certificate, key], &error));
+            }
             builder = builder.client_certificate(certificate_pem, key_pem);
         }
         (Some(_), None) => return Err(unpaired("client_certificate", "client_key")),

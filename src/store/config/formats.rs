@@ -1,5 +1,6 @@
 //! Feature `serde`: the settings of a store.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -42,6 +43,7 @@ impl<'de> Visitor<'de> for StoreTable {
         let mut config = StoreConfig::default();
         let mut names = vec![];
         while let Some(SettingName(name)) = map.next_key()? {
+            // As in derived code: some formats pass a repeated name on.
             if names.contains(&name) {
                 return Err(A::Error::duplicate_field(name));
             }
@@ -71,9 +73,10 @@ impl Visitor<'_> for NameVisitor {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<SettingName, E> {
-        let name = StoreConfig::NAMES.iter().find(|name| **name == text);
-        name.map(|name| SettingName(name))
-            .ok_or_else(|| E::unknown_field(text, StoreConfig::NAMES))
+        match StoreConfig::NAMES.iter().find(|name| **name == text) {
+            Some(name) => Ok(SettingName(name)),
+            None => Err(E::unknown_field(text, StoreConfig::NAMES)),
+        }
     }
 }
 
@@ -85,5 +88,29 @@ impl Setting for ShareConfig {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         text.parse()
+    }
+}
+
+/// Pairs of addresses.
+impl Setting for BTreeMap<String, String> {
+    const EXPECTED: &'static str = "a table such as `{ \"10.0.0.1:6379\" = \"127.0.0.1:7000\" }`";
+    const ANY: bool = true;
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        let mut map = Self::new();
+        for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
+            let fix = "use the form `10.0.0.1:6379=127.0.0.1:7000`, and each address once";
+            let wrong = || ConfigError::invalid("pair of addresses", pair, fix);
+            let (from, to) = pair.split_once('=').ok_or_else(wrong)?;
+            let former = map.insert(from.trim().to_owned(), to.trim().to_owned());
+            if former.is_some() {
+                return Err(wrong());
+            }
+        }
+        Ok(map)
+    }
+
+    fn read_table<'de, D: Deserializer<'de>>(table: D, _: Field<Self>) -> Result<Self, D::Error> {
+        Self::deserialize(table)
     }
 }

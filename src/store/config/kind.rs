@@ -68,10 +68,10 @@ impl FromStr for ShareConfig {
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         match text.trim() {
             "alive" => Ok(Self::Alive),
-            number => number
-                .parse()
-                .map(Self::Fixed)
-                .map_err(|_| ConfigError::choice("share", text, Self::CHOICES)),
+            number => match number.parse() {
+                Ok(instances) => Ok(Self::Fixed(instances)),
+                Err(_) => Err(ConfigError::choice("share", text, Self::CHOICES)),
+            },
         }
     }
 }

@@ -3,6 +3,7 @@
 //! Each setting is declared once, in the list below. `any.rs` creates the stores; those in Redis
 //! keep a copy of the settings that concern them, [`RedisSettings`].
 
+mod addresses;
 mod certificates;
 #[cfg(feature = "serde")]
 mod formats;
@@ -10,12 +11,14 @@ mod kind;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::env::{self, VarError};
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(super) use addresses::set_address_map;
 pub(super) use certificates::set_tls;
 pub use kind::{ShareConfig, StoreKind};
 
@@ -33,6 +36,7 @@ macro_rules! settings {
         redis { $($redis:tt)* }
         { $($after:tt)* }
     ) => {
+        // In three lists, since a macro cannot select some items of one: the first type has all, the second some.
         settings!(@all $(#[$attribute])* { $($before)* $($redis)* $($after)* });
         settings!(@redis { $($redis)* });
     };
@@ -54,11 +58,10 @@ macro_rules! settings {
         /// Omits the password, also in a setting that should not contain it.
         impl fmt::Debug for StoreConfig {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let address = |url| format!("{:?}", Servers::from(url));
-                let shown = Self { url: self.url.as_ref().map(address), ..self.clone() };
-                let text = |field: &dyn fmt::Debug| redacted(&format!("{field:?}")).into_owned();
+                let url = self.url.as_ref().map(|url| format!("{:?}", Servers::from(url)));
+                let shown = Self { url, ..self.clone() };
                 f.debug_struct("StoreConfig")
-                    $(.field(stringify!($name), &format_args!("{}", text(&shown.$name))))*
+                    $(.field(stringify!($name), &ShownField(&shown.$name)))*
                     .finish()
             }
         }
@@ -100,6 +103,15 @@ macro_rules! settings {
             }
         }
     };
+}
+
+/// A setting in `Debug`, without a secret.
+struct ShownField<'a>(&'a dyn fmt::Debug);
+
+impl fmt::Debug for ShownField<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&redacted(&format!("{:?}", self.0)))
+    }
 }
 
 type Both = Fallback<LocalStore, LocalStore>;
@@ -183,6 +195,14 @@ settings! {
         /// The URL of Redis, as for [`RedisStore::connect`](super::RedisStore::connect). Defaults to none.
         #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
         url: Option<String> = None;
+        /// Path of a file with the password of the servers; see
+        /// [`RedisStoreBuilder::password_file`](super::RedisStoreBuilder::password_file). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        password_file: Option<PathBuf> = None;
+        /// Path of a file with the password of the sentinels; see
+        /// [`RedisStoreBuilder::sentinel_password_file`](super::RedisStoreBuilder::sentinel_password_file). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        sentinel_password_file: Option<PathBuf> = None;
         /// Path of a PEM file with the CA certificates to trust exclusively. Defaults to none: the CAs
         /// that this machine trusts or, with the feature `tls-webpki-roots`, Mozilla's.
         ///
@@ -201,6 +221,12 @@ settings! {
         /// each server's host.
         #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
         server_name: Option<String> = None;
+        /// Where the nodes of a cluster, and the master that sentinels report, are reached, by the addresses that they
+        /// announce: see [`RedisStoreBuilder::address_map`](super::RedisStoreBuilder::address_map). In a file, a table such as
+        /// `{ "172.18.0.2:6379" = "127.0.0.1:7000" }`; as text, pairs such as `172.18.0.2:6379=127.0.0.1:7000`, with commas.
+        /// Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "BTreeMap::is_empty"))]
+        address_map: BTreeMap<String, String> = BTreeMap::new();
     }
     redis {
         /// See [`RedisStoreBuilder::prefix`](super::RedisStoreBuilder::prefix); a prefix in the URL
@@ -218,6 +244,10 @@ settings! {
             serde(skip_serializing_if = "Option::is_none", serialize_with = "formats::write_some_duration")
         )]
         connect_timeout: Option<Duration> = None;
+        /// See [`RedisStoreBuilder::client_name`](super::RedisStoreBuilder::client_name). Defaults to none: the name and
+        /// version of this crate.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        client_name: Option<String> = None;
         /// See [`RedisStoreBuilder::queue`](super::RedisStoreBuilder::queue). Defaults to 10,000.
         queue: NonZeroUsize = number(10_000);
         /// See [`RedisStoreBuilder::batch`](super::RedisStoreBuilder::batch). Defaults to 128.
@@ -282,23 +312,26 @@ impl StoreConfig {
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
-        let wrong = |what: &str| {
-            Err(wrong_url(format_args!(
-                "{name} is {what} (set {name}={LOCAL} for no Redis)"
-            )))
+        let problem = match value {
+            // Probably a template without its value: counting locally instead would hide that.
+            Ok(url) if url.trim().is_empty() => "empty",
+            Ok(word) if word.trim() == LOCAL => {
+                return Ok(Self {
+                    kind: StoreKind::Local,
+                    ..Self::default()
+                });
+            }
+            Ok(url) => {
+                return Ok(Self {
+                    url: Some(url),
+                    ..Self::default()
+                });
+            }
+            Err(VarError::NotPresent) => "not set",
+            Err(VarError::NotUnicode(_)) => "not Unicode",
         };
-        match value {
-            Ok(url) if url.trim().is_empty() => wrong("empty"),
-            Ok(word) if word.trim() == LOCAL => Ok(Self {
-                kind: StoreKind::Local,
-                ..Self::default()
-            }),
-            Ok(url) => Ok(Self {
-                url: Some(url),
-                ..Self::default()
-            }),
-            Err(VarError::NotPresent) => wrong("not set"),
-            Err(VarError::NotUnicode(_)) => wrong("not Unicode"),
-        }
+        Err(wrong_url(format_args!(
+            "{name} is {problem} (set {name}={LOCAL} for no Redis)"
+        )))
     }
 }

@@ -6,20 +6,24 @@ use crate::store::{AnyStore, RedisStore, RedisStoreBuilder, Share};
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
 
-/// Every setting differs from its default, except those for TLS.
+/// Every setting differs from its default, except those for TLS and the password files.
 fn other() -> StoreConfig {
     let number = |number| NonZeroUsize::new(number).unwrap();
     StoreConfig {
         kind: StoreKind::Fallback,
         url: Some(URL.to_owned()),
+        password_file: None,
+        sentinel_password_file: None,
         root_certificates: None,
         client_certificate: None,
         client_key: None,
         server_name: None,
+        address_map: [("10.0.0.1:6379".to_owned(), "[::1]:7000".to_owned())].into(),
         prefix: "shop".to_owned(),
         connections: number(3),
         timeout: Duration::from_millis(500),
         connect_timeout: Some(Duration::from_secs(3)),
+        client_name: Some("shop-api".to_owned()),
         queue: number(4),
         batch: number(5),
         partitions: number(10),
@@ -81,6 +85,8 @@ fn every_setting_reaches_its_store() {
         .connections(config.connections)
         .timeout(Duration::from_millis(500))
         .connect_timeout(Duration::from_secs(3))
+        .client_name("shop-api")
+        .address_map(|_, _| None)
         .queue(config.queue)
         .batch(config.batch)
         .partitions(config.partitions)
@@ -104,11 +110,11 @@ fn every_setting_reaches_its_store() {
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
-    // `tests/tls` covers `tls`, whose settings are files. `StoreConfig` declares the fields of
+    // `tests/tls` covers `tls`, whose settings are files, and `tests/topology` the map of `addresses`. `StoreConfig` declares the fields of
     // `settings`.
     assert_eq!(
         fields(&text),
-        ["servers", "tls", "settings", "observer", "now"]
+        ["servers", "tls", "addresses", "settings", "observer", "now"]
     );
     let fallback = Fallback::new(builder().connect_lazy().unwrap(), LocalStore::default());
     assert_eq!(
@@ -333,4 +339,36 @@ fn a_variable_must_hold_the_url() {
         error.to_string().contains("the Redis URL cannot be used"),
         "{error}"
     );
+}
+
+#[test]
+fn a_wrong_map_of_addresses_is_named() {
+    let error = |pairs: &[(&str, &str)]| {
+        let mut config = StoreConfig::default();
+        for (from, to) in pairs {
+            config
+                .address_map
+                .insert((*from).to_owned(), (*to).to_owned());
+        }
+        redis(&config, URL).err().map(|error| error.to_string())
+    };
+    assert_eq!(error(&[("a:1", "b:1"), ("a:2", "b:2")]), None);
+    let both = "the address map leads from a:1 and a:2 to b:1: map each announced address to one of its own";
+    assert_eq!(
+        error(&[("a:1", "b:1"), ("a:2", "b:1")]).as_deref(),
+        Some(both)
+    );
+    for (from, to) in [
+        ("a:1", ""),
+        ("a:1", "b"),
+        ("a:1", "b:0"),
+        ("a:1", ":1"),
+        ("a:1", "b:port"),
+        ("a", "b:1"),
+        ("", "b:1"),
+    ] {
+        let text =
+            format!("`address_map` leads from {from:?} to {to:?}: write both like `10.0.0.1:6379`");
+        assert_eq!(error(&[(from, to)]), Some(text));
+    }
 }

@@ -21,8 +21,10 @@ use smallvec::SmallVec;
 
 use crate::error::StoreError;
 use crate::limit::{
-    ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State, Verdict,
+    ChargedAt, Check, Decision, Extra, Key, Mode, Policies, Policy, PolicyCharge, Snapshot, State,
+    Verdict,
 };
+use crate::store::charge_debt_of;
 
 /// The charges and the reset of a caller that the primary store lacks. All times are in microseconds.
 #[derive(Debug)]
@@ -101,7 +103,9 @@ impl Account {
     /// [`charge`](Self::charge) the grant.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
         let mut verdicts = decision
-            .verdicts()
+            .policies()
+            .iter()
+            .zip(&decision.verdicts().each)
             .filter(|(share, _)| !share.is_in_flight());
         let mut counts = SmallVec::new();
         for policy in policies {
@@ -144,7 +148,7 @@ impl Account {
     /// Returns where a refund goes.
     pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
         let unsent = self.unsent(now);
-        let is_sent = match check.charged() {
+        let is_sent = match charged(check) {
             [charged, ..] => match charged.at {
                 ChargedAt::Redis(_) => return RefundTo::Primary,
                 ChargedAt::Local(at) => at <= self.sent_until,
@@ -173,16 +177,14 @@ impl Account {
         let counts = self.policies.iter().zip(&mut self.counts);
         for (i, (policy, count)) in counts.enumerate() {
             let cost = limited(count.unsent(policy, now)).min(part);
-            let charge = check.charged_under(i);
+            let charge = match charged(check).get(i) {
+                Some(charge) => *charge,
+                None => PolicyCharge::just_now(check.cost().into()),
+            };
             charge.refund(policy, &mut count.all, cost.into(), now);
         }
-        let charged = check.charged().into();
-        Some(Check::refund_of(
-            *check.key(),
-            check.policies(),
-            part,
-            charged,
-        ))
+        let refund = Check::refund(*check.key(), check.policies(), part);
+        Some(refund.with_extra(Extra::Charged(charged(check).into())))
     }
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
@@ -234,7 +236,7 @@ impl Account {
         let pause = self.pause(now);
         if !pause.is_zero() && policies.iter().all(Policy::is_pause) {
             // The longest pause of all instances counts, not their sum.
-            return Some(Check::charge_debt_of(key, &policies, pause));
+            return Some(charge_debt_of(key, &policies, pause));
         }
         Some(Check::charge(key, &policies, cost))
     }
@@ -282,6 +284,14 @@ impl Account {
             }
             self.sent_until = before.sent_until;
         }
+    }
+}
+
+/// Returns the refunded charge under each policy; empty for a charge made just before.
+fn charged(check: &Check) -> &[PolicyCharge] {
+    match check.extra() {
+        Some(Extra::Charged(charged)) => charged,
+        _ => &[],
     }
 }
 
@@ -373,14 +383,15 @@ mod tests {
 
     use super::*;
     use crate::error::ErrorKind;
-    use crate::limit::{PolicyCharge, Quota, Source, Strategy};
+    use crate::limit::{MadeBy, Quota, Source, Strategy};
     use crate::simulation::pick;
+    use crate::store::fallback::share::share_of;
     use crate::store::{Answer, LocalStore, Store};
 
     const SECOND: i64 = 1_000_000;
 
     fn log(name: &str, quota: &str) -> Policy {
-        Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
+        Policy::new(name, Strategy::SlidingLog, quota).unwrap()
     }
 
     /// An account with a local grant of this cost, at this time.
@@ -389,7 +400,11 @@ mod tests {
         let Answer::Ready { answer } = LocalStore::default().check(check) else {
             unreachable!()
         };
-        let decision = answer.unwrap().charged_locally(now, false);
+        let decision = answer.unwrap();
+        let mut verdicts = decision.verdicts().clone();
+        verdicts.at = now;
+        let decision = decision.with_verdicts(verdicts);
+        let decision = decision.with_maker(MadeBy::Locally);
         let mut account = Account::new(policies, &decision, cost, now);
         account.charge(policies, cost, now);
         (account, decision)
@@ -505,8 +520,7 @@ mod tests {
     /// The counter rounds the overlap of its previous window, so that the part of one grant is 0 before it is 1.
     #[test]
     fn rounding_repeats_no_charge() {
-        let counter =
-            Policy::new("b", Strategy::SlidingCounter, "10/1000s".parse().unwrap()).unwrap();
+        let counter = Policy::new("b", Strategy::SlidingCounter, "10/1000s").unwrap();
         let policies = Policies::new([log("a", "10/100d"), counter]).unwrap();
         let (now, local) = (10_500 * SECOND, LocalStore::default());
         let charge = |cost| {
@@ -547,7 +561,7 @@ mod tests {
                 current = Policies::new([current[0].clone(), other]).unwrap();
             }
             let (local, mut now) = (LocalStore::default(), 1_700_000_000_000_000);
-            let part = current.share(NonZeroU32::new(rng.u32(1..8)).unwrap());
+            let part = share_of(&current, NonZeroU32::new(rng.u32(1..8)).unwrap());
             let check = Check::charge(Key::GLOBAL, &part, rng.u32(0..4_000));
             let counted = local.check(check).await.unwrap();
             assert_eq!(counted.source(), Source::Local);
@@ -569,7 +583,8 @@ mod tests {
                         let of = PolicyCharge::just_now(rng.i64(0..2_000));
                         let each = current.iter().map(|_| of).collect();
                         let cost = rng.u32(0..2_000);
-                        let refund = Check::refund_of(Key::GLOBAL, &current, cost, each);
+                        let refund = Check::refund(Key::GLOBAL, &current, cost)
+                            .with_extra(Extra::Charged(each));
                         account.refund(&refund, now);
                         assert!(account.unsent(now) <= most, "seed {seed}");
                     }

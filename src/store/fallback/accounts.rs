@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::account::Account;
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Mode, Policies};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Policy};
 use crate::util::{RandomState, Shards};
 
 const SHARDS: usize = 32;
@@ -149,9 +149,9 @@ impl LockedCaller<'_> {
 
     /// Returns the account with the counts of `policies`. Requests in flight have none.
     pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
-        let id = policies.without_in_flight()?.id();
+        let policies = policies.without_in_flight()?;
         let mut accounts = self.shard.accounts.get_mut(self.key)?.iter_mut();
-        accounts.find(|account| account.policies.id() == id)
+        accounts.find(|account| same_counts(&account.policies, policies))
     }
 
     /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
@@ -229,5 +229,15 @@ impl LockedCaller<'_> {
 
 /// Returns the cost of a check in reports. A pause is a time, which costs nothing.
 fn reported(check: &Check) -> u32 {
-    if check.within() == 0 { check.cost() } else { 0 }
+    if is_of_time(check) { 0 } else { check.cost() }
+}
+
+/// Returns `true` if a check charges a time instead of a cost: that of a pause.
+pub(super) fn is_of_time(check: &Check) -> bool {
+    check.within() > 0
+}
+
+/// Returns `true` if two lists have the same counts. Their quotas may differ.
+fn same_counts(one: &Policies, other: &Policies) -> bool {
+    one.iter().map(Policy::id).eq(other.iter().map(Policy::id))
 }

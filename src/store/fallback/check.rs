@@ -20,13 +20,14 @@ use std::time::Duration;
 use pin_project_lite::pin_project;
 
 use super::account::RefundTo;
-use super::accounts::{Accounts, LockedCaller};
+use super::accounts::{Accounts, LockedCaller, is_of_time};
 use super::breaker::{Breaker, Ticket};
 use super::outage::Outage;
+use super::share::share_of;
 use super::{FallbackSettings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Policy, Source, Verdict};
+use crate::limit::{Check, Decision, Extra, Key, MadeBy, Mode, Source, Verdict};
 use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
 use crate::observe::{Observer, event, or_log};
 use crate::store::health::shows_failure;
@@ -134,12 +135,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Sends a check to the primary store, unless the fallback must decide it.
     pub(super) fn check(self: &Arc<Self>, check: Check) -> Answer<FallbackFuture<P, F>> {
         let next = match self.admit(&check) {
-            None if check.is_for_block() => {
+            None if is_for_block(&check) => {
                 let error = StoreError::new(ErrorKind::Unreachable);
                 Answer::ready(Err(error.check_only().not_sent()))
             }
             None => self.fall_back(&check, false),
-            Some(admission) => match self.primary.check(check.clone().in_fallback()) {
+            Some(admission) => match self.primary.check(timed(&check)) {
                 Answer::Ready { answer } => self.judge(&check, answer, admission),
                 Answer::Pending { future } => Answer::pending(Step::Primary {
                     waiting: patient(self.settings.deadline, GRACES, future),
@@ -195,7 +196,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             Err(error) => self.failed(check, error, admission),
         }
         match answer {
-            Err(error) if !check.is_for_block() => self.fall_back(check, !error.is_not_sent()),
+            Err(error) if !is_for_block(check) => self.fall_back(check, !error.is_not_sent()),
             answer => Answer::ready(answer),
         }
     }
@@ -208,7 +209,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         admission: PrimaryPermit,
         answer: Pin<&mut P::Future>,
     ) -> StoreError {
-        let error = if check.is_for_block() {
+        let error = if is_for_block(check) {
             self.timed_out(check.key())
         } else {
             self.give_up(check.key(), answer)
@@ -246,7 +247,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         // A repeated decision does not show the current counts. A decision that arrives in an outage may lack grants that
         // are in no account, because the primary store may have charged them.
         if !decision.is_repeated() {
-            if let Some(mirrored) = check.mirrored(decision) {
+            if let Some(mirrored) = mirrored(check, decision) {
                 // Keep the slots of this instance in the fallback too, for an outage, if it decides immediately.
                 drop(self.fallback.check(mirrored));
             }
@@ -323,11 +324,13 @@ impl<P: Store, F: Store> Partition<P, F> {
                     return Answer::ready(Err(elsewhere(in_doubt)));
                 }
             },
-            _ => check.clone().without_turn(),
+            // The primary store could not count all turns of a fallback afterwards, and would give the same turns again.
+            Mode::TakeAhead => check.clone().with_mode(Mode::Take),
+            _ => check.clone(),
         };
         let share = match instances {
             NonZeroU32::MIN => check.clone(),
-            _ => check.clone().under(check.policies().share(instances)),
+            _ => check.clone().under(share_of(check.policies(), instances)),
         };
         // Under the lock, no reply can warm the fallback between a grant and its record. A release grants nothing, and
         // wakes waiters.
@@ -385,20 +388,21 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Reports, once for each policy, a cost above this instance's share that the whole policy allows.
     #[cold]
     fn report_small_share(&self, cost: u32, denied: &Decision) {
-        let mut shares = denied.policies().iter();
-        let is_too_small =
-            |share: &&Policy| share.never_fits(cost) && !share.whole().never_fits(cost);
-        let Some(share) = shares.find(is_too_small) else {
+        let shares = denied.policies();
+        let mut each = shares.iter().zip(shares.whole());
+        let too_small =
+            each.find(|(share, whole)| share.never_fits(cost) && !whole.never_fits(cost));
+        let Some((share, whole)) = too_small else {
             return;
         };
         {
             let mut reported = lock(&self.small_shares);
-            if reported.len() >= MAX_SMALL_SHARES || !reported.insert(share.whole().id()) {
+            if reported.len() >= MAX_SMALL_SHARES || !reported.insert(whole.id()) {
                 return;
             }
         }
         let (name, own) = (share.name(), share.quota().capacity());
-        let (whole, instances) = (share.whole().quota(), self.settings.share.instances());
+        let (whole, instances) = (whole.quota(), self.settings.share.instances());
         let problem = format!(
             "a request costs {cost}, and this instance's share of the policy {name:?} of {whole} is {own}, since {instances} instances \
              share it: without the primary store, such requests are denied; lower the cost, raise the burst, or set a smaller \
@@ -429,13 +433,16 @@ impl<P: Store, F: Store> Partition<P, F> {
         });
         // A cost that exceeds the share but fits the whole policy is denied until the primary store
         // may decide it, after the next probe.
-        let decision = answer?.wait_instead(|i| match check.policies().as_slice().get(i) {
-            Some(whole) if check.cost() <= whole.quota().capacity() => {
-                Breaker::LONGEST_DELAY.as_micros() as i64
+        let decision = answer?;
+        let mut verdicts = decision.verdicts().clone();
+        verdicts.at = now - verdicts.age;
+        // A custom fallback may have decided on other policies than requested.
+        for (verdict, whole) in verdicts.each.iter_mut().zip(check.policies()) {
+            if verdict.wait == Verdict::NEVER && check.cost() <= whole.quota().capacity() {
+                verdict.wait = Breaker::LONGEST_DELAY.as_micros() as i64;
             }
-            // A custom fallback may have decided on other policies than requested.
-            _ => Verdict::NEVER,
-        });
+        }
+        let decision = decision.with_verdicts(verdicts);
         // To repeat a reset is safe.
         let records = !in_doubt || check.mode() == Mode::Reset;
         let is_recorded = records && caller.record(check, &decision, now);
@@ -453,7 +460,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         match check.mode() {
             // The primary store may still count the slot.
             Mode::Release => Err(elsewhere(in_doubt)),
-            _ => Ok(decision.charged_locally(now, !is_recorded)),
+            _ if is_recorded => Ok(decision.with_maker(MadeBy::Locally)),
+            // It is never refunded: neither store may have the charge.
+            _ => Ok(decision.with_maker(MadeBy::Unsure)),
         }
     }
 
@@ -465,10 +474,35 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 }
 
+/// Returns `true` if a check charges a block of a [`Leased`](crate::Leased) store.
+fn is_for_block(check: &Check) -> bool {
+    matches!(check.extra(), Some(Extra::Block))
+}
+
+/// Returns the check for the primary store: the fallback limits its time, and no [`Leased`](crate::Leased) store may decide
+/// it from a block.
+fn timed(check: &Check) -> Check {
+    let mut check = check.clone();
+    check.sending_mut().is_timed = true;
+    check
+}
+
+/// Returns the check that repeats the effect of another one on slots in the fallback, given the decision on that.
+fn mirrored(check: &Check, decision: &Decision) -> Option<Check> {
+    let key = *check.key();
+    let policies = check.policies().in_flight()?;
+    match (check.mode(), check.slot()) {
+        (Mode::Reset, _) => Some(Check::reset(key, policies)),
+        (Mode::Release, Some(slot)) => Some(Check::release(key, policies, slot)),
+        (_, Some(slot)) if decision.is_allowed() => Some(Check::renew(key, policies, slot)),
+        _ => None,
+    }
+}
+
 /// Returns the cost that a decision grants, in reports. A pause is a time, which costs nothing.
 fn granted(check: &Check, decision: &Decision) -> u32 {
     match check.mode() {
-        Mode::Take | Mode::UpTo | Mode::Charge if check.within() == 0 => decision.granted(),
+        Mode::Take | Mode::UpTo | Mode::Charge if !is_of_time(check) => decision.granted(),
         _ => 0,
     }
 }
@@ -532,7 +566,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                             Ok(answer) => partition.judge(check, answer, sent),
                             Err(notice) => {
                                 let error = partition.missed(check, notice, sent, waiting.future());
-                                if check.is_for_block() {
+                                if is_for_block(check) {
                                     *admission = None;
                                     continue;
                                 }

@@ -43,6 +43,7 @@ mod check;
 mod model;
 mod outage;
 mod recovery;
+pub(super) mod share;
 #[cfg(test)]
 mod tests;
 

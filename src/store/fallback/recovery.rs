@@ -28,10 +28,10 @@ use super::breaker::{Breaker, Ticket};
 use super::check::{GRACES, Partition};
 use crate::background::Task;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
+use crate::limit::{Check, Decision, Key, Policies, Quota};
 use crate::observe::event;
 use crate::store::health::shows_failure;
-use crate::store::{Answer, Store, probe};
+use crate::store::{Answer, Store, charge_debt_of, probe};
 use crate::util::{instant, jittered, patient, yield_to_others};
 
 /// Time after which no further wait for other instances that reconcile begins, and the longest of these waits.
@@ -199,7 +199,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) async fn announced<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
         let announcing = pin!(async {
             loop {
-                let announcement = Check::charge_debt_of(self.probe, &announcements(), time);
+                let announcement = charge_debt_of(self.probe, &announcements(), time);
                 let _ = self.send(announcement, 1).await;
                 sleep(jittered(time, 0.3..0.5)).await;
             }
@@ -321,7 +321,7 @@ fn most_concurrent(partitions: usize, instances: NonZeroU32) -> usize {
 pub(super) fn announcements() -> Policies {
     const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
     static POLICIES: LazyLock<Policies> =
-        LazyLock::new(|| Policy::known("reconciling", Strategy::Gcra.into(), QUOTA).into());
+        LazyLock::new(|| probe::policy("reconciling", QUOTA).into());
     POLICIES.clone()
 }
 

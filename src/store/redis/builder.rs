@@ -11,10 +11,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::credentials::{CredentialSource, Credentials};
-use super::link::Tls;
+use super::link::{Tls, check_client_name};
 use super::servers::{Server, Servers};
 use super::topology::cluster::Cluster;
-use super::topology::{Logins, Topology};
+use super::topology::{AddressMap, Logins, Topology};
 use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
@@ -133,6 +133,7 @@ impl RedisStore {
 pub struct RedisStoreBuilder {
     servers: Servers,
     tls: Tls,
+    addresses: AddressMap,
     settings: RedisSettings,
     observer: OnceLock<Arc<dyn Observer>>,
     /// The time used by tests, in microseconds since the Unix epoch; 0 for Redis's own.
@@ -144,6 +145,7 @@ impl RedisStoreBuilder {
         Self {
             servers,
             tls: Tls::default(),
+            addresses: AddressMap::default(),
             settings: RedisSettings::default(),
             observer: OnceLock::new(),
             now: Arc::default(),
@@ -156,18 +158,19 @@ impl RedisStoreBuilder {
     }
 
     /// Sets a closure that returns the user and password of the servers, for credentials that change: tokens of a cloud
-    /// service (AWS IAM, Entra), or users of Vault. Defaults to those of the URL, which must have none if this is set.
+    /// service (AWS IAM, Entra), or users of Vault. Defaults to the user and password in the URL. If this is set, the URL must
+    /// have none.
     ///
     /// The store calls the closure before it connects, and again when a fifth of
     /// [`valid_for`](Credentials::valid_for) is left. Without `valid_for` it calls it for each new connection. It also calls it
-    /// after a server has rejected the credentials. Open connections send new credentials in front of their next batch, or
-    /// at once if they are idle.
+    /// after a server has rejected the credentials. Open connections send new credentials in front of their next batch;
+    /// idle ones send them immediately. See [the guide](crate::guide::servers#credentials-that-change).
     ///
-    /// One call runs at a time, for all connections and runtimes of the store, and calls begin at least a second apart. A
-    /// call that fails, panics, or takes longer than three quarters of the [`connect_timeout`](Self::connect_timeout) leaves the
-    /// open connections as they are, and new ones use the last credentials. It is reported to the [observer](Self::observer) or,
-    /// if there were no credentials yet, as the error of the checks, of
-    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
+    /// One call runs at a time, for all connections and runtimes of the store, and calls begin at least a second apart. If a
+    /// call fails, panics, or takes longer than three quarters of the [`connect_timeout`](Self::connect_timeout), open
+    /// connections are not affected, and new ones use the last credentials. The error is of
+    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication): the [observer](Self::observer) gets it or, before
+    /// the first success, the checks do.
     ///
     /// ```no_run
     /// use std::time::Duration;
@@ -197,8 +200,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Like [`credentials`](Self::credentials), for the sentinels. Each call is for a new connection to a sentinel: connections
-    /// that are open stay as they are. Defaults to the credentials in the sentinels' URLs.
+    /// Like [`credentials`](Self::credentials), for the sentinels. Only new connections to sentinels use new credentials.
+    /// Defaults to the credentials in the sentinels' URLs.
     pub fn sentinel_credentials<F, Fut>(mut self, credentials: F) -> Self
     where
         F: Fn() -> Fut + Send + Sync + 'static,
@@ -210,22 +213,22 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Sets the path of a file with the password of the servers, such as a mounted secret. Their user is that of the URL.
-    /// Defaults to the password of the URL, which must have none if this is set. A URL may name the file too, as in
+    /// Sets the path of a file with the password of the servers, such as a mounted secret. The URL has the user, and no
+    /// password. Defaults to the password in the URL. A URL may name the file too, as in
     /// `redis://limiter@10.0.0.1/?password_file=/run/secrets/redis`.
     ///
-    /// The file is read before the store connects, and every 5 seconds, so that a changed password is used as that of
-    /// [`credentials`](Self::credentials). One newline at its end is not a part of the password. A file that is missing, empty,
-    /// longer than 64 KiB or not UTF-8 is an error of [`connect`](Self::connect) or of the checks, of
-    /// [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication), while no password is known.
+    /// The file is read for each new connection and every 5 seconds. A changed password is used like changed
+    /// [`credentials`](Self::credentials). One newline at its end is not a part of the password. If it is missing, empty,
+    /// longer than 64 KiB or not UTF-8, the last password is used; before the first success, [`connect`](Self::connect) and the
+    /// checks fail with [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
     pub fn password_file(mut self, path: impl Into<PathBuf>) -> Self {
         let source = CredentialSource::File(path.into());
         self.servers.set_credentials(|all| &mut all.servers, source);
         self
     }
 
-    /// Like [`password_file`](Self::password_file), for the sentinels: `sentinel_password_file` in a URL, beside
-    /// `sentinel_user`. It is read when the store connects to a sentinel.
+    /// Like [`password_file`](Self::password_file), for the sentinels: `?sentinel_user=asker&sentinel_password_file=PATH` in a
+    /// URL. It is read when the store connects to a sentinel.
     pub fn sentinel_password_file(mut self, path: impl Into<PathBuf>) -> Self {
         let source = CredentialSource::File(path.into());
         self.servers
@@ -315,6 +318,48 @@ impl RedisStoreBuilder {
         self
     }
 
+    /// Sets where the nodes of a cluster, and the master that sentinels report, are reached, if not at the addresses that
+    /// they announce: behind a NAT, in Docker, or by forwarded ports. The closure takes an announced host and port; `None`
+    /// keeps them. It must not lead from two of them to one. Addresses in the URL are used as they are.
+    ///
+    /// With TLS, a server's certificate must still have the announced name, or the one that `server_name` sets.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis+cluster://127.0.0.1:7000")
+    ///     .address_map(|host, port| match host {
+    ///         "172.18.0.2" => Some(("127.0.0.1".to_owned(), port + 621)),
+    ///         _ => None,
+    ///     })
+    ///     .connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn address_map(
+        mut self,
+        reachable: impl Fn(&str, u16) -> Option<(String, u16)> + Send + Sync + 'static,
+    ) -> Self {
+        self.addresses = AddressMap::new(reachable);
+        self
+    }
+
+    /// Sets the name of the store's connections in `CLIENT LIST`: ASCII letters, digits and punctuation, without blanks.
+    /// Defaults to the name and version of this crate, which Redis 7.2 and later also show as `lib-name` and `lib-ver`.
+    ///
+    /// It is sent with the login, and costs no round trip. A user who lacks the right to it (`+client|setname`) has
+    /// connections without a name.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::builder("redis://127.0.0.1/").client_name("shop-api").connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn client_name(mut self, name: impl Into<String>) -> Self {
+        self.settings.client_name = Some(name.into());
+        self
+    }
+
     /// Sets how many checks of a runtime may wait to be sent; one more fails immediately. Defaults
     /// to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
@@ -390,13 +435,14 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions, a
+    /// For an invalid URL, prefix, client name, certificate or server name; for more than 1,024 partitions, a
     /// timeout of zero or above the time to connect; for `rediss://` without the feature `tls`; and for TLS settings without
     /// `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         let Self {
             mut servers,
             tls,
+            addresses,
             mut settings,
             observer,
             now,
@@ -404,6 +450,7 @@ impl RedisStoreBuilder {
         if let Some(prefix) = servers.take_prefix() {
             settings.prefix = prefix;
         }
+        // A brace would become the hash tag of all keys, and `*` a wildcard of a scan.
         if !is_name(&settings.prefix, b"-_./:") {
             let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
             return Err(ConfigError::invalid("key prefix", &settings.prefix, fix));
@@ -427,19 +474,14 @@ impl RedisStoreBuilder {
                 settings.partitions
             )));
         }
-        let time_to_connect = settings.time_to_connect();
+        if let Some(name) = &settings.client_name {
+            check_client_name(name)?;
+        }
         let credentials = servers.credentials.clone();
         let servers = servers.into_kind()?;
-        let logins = Logins::new(credentials, &servers, time_to_connect);
+        let logins = Logins::new(credentials, &servers, settings.time_to_connect());
         let login = logins.servers.clone();
-        let topology = Topology::new(
-            servers,
-            &settings.prefix,
-            settings.partitions.get(),
-            time_to_connect,
-            &tls,
-            logins,
-        )?;
+        let topology = Topology::new(servers, &settings, &tls, logins, addresses)?;
         Ok(RedisStore {
             inner: Arc::new(SharedStore::new(topology, login, settings, observer, now)),
         })

@@ -93,7 +93,7 @@ impl CredentialSource {
         Self::Closure(Arc::new(move || provider().boxed()))
     }
 
-    /// Returns the credentials. Those of a file are of this user.
+    /// Calls the closure or reads the file. `user` is the user of the file's password.
     pub(super) async fn get(&self, user: &str) -> Result<Credentials, StoreError> {
         let credentials = match self {
             Self::Closure(closure) => closure().await.map_err(failed)?,

@@ -25,6 +25,9 @@ use crate::error::ConfigError;
 /// add `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`,
 /// `rediss+cluster://` and `rediss+sentinel://` use TLS.
 ///
+/// A file may have the password, with the user before the host: `?password_file=/run/secrets/redis`, and for sentinels
+/// `sentinel_password_file`. It is [read again when it changes](crate::store::RedisStoreBuilder::password_file).
+///
 /// ```
 /// use tower_redis_ratelimit::store::Servers;
 /// use tower_redis_ratelimit::RedisStore;

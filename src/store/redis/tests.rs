@@ -12,9 +12,10 @@ use futures_util::{StreamExt as _, stream};
 
 use super::RedisStore;
 use super::script::writer as wire_writer;
+use crate::error::ConfigError;
 use crate::limit::{
-    Align, Check, Decision, Key, Mode, Model, Policies, Policy, PolicyKind, Quota, Refill, SlotId,
-    Source, State, Strategy, strategies,
+    Align, Check, Decision, Extra, Key, Mode, Model, Policies, Policy, PolicyKind, Quota, Refill,
+    SlotId, Source, State, Strategy, strategies,
 };
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
@@ -107,7 +108,7 @@ async fn changing_quotas() {
                     trace.rng.u32(1..=2 * first.quota().limit().min(50_000)),
                     first.quota().period(),
                 );
-                let changed = Policy::of_kind("changing", *kind, quota)
+                let changed = of_kind("changing", *kind, quota)
                     .ok()
                     .filter(|policy| policy.id() == first.id());
                 changed.unwrap_or_else(|| first.clone()).into()
@@ -197,9 +198,7 @@ async fn two_quotas_of_a_bucket_grant_as_one() {
     let Trace {
         now, redis, others, ..
     } = Trace::new(23, &server);
-    let policies = |quota: &str| {
-        Policies::from(Policy::new("p", Strategy::Gcra, quota.parse().unwrap()).unwrap())
-    };
+    let policies = |quota: &str| Policies::from(Policy::new("p", Strategy::Gcra, quota).unwrap());
     for (number, (other, most)) in [
         ("100/10s", 700),
         ("100/10s burst 10", 700),
@@ -246,9 +245,7 @@ async fn ids() {
     let server = RedisServer::start();
     let mut trace = Trace::new(12, &server);
     let local = LocalStore::default();
-    let of = |name: &str, kind, quota: &str| {
-        Policy::of_kind(name, kind, quota.parse().unwrap()).unwrap()
-    };
+    let of = |name: &str, kind, quota: &str| of_kind(name, kind, quota.parse().unwrap()).unwrap();
     let (mut differ, mut repeated, mut given) = (vec![], 0, 0);
     for i in 0..3_000 {
         let key = Key::new(format!("caller-{i}"));
@@ -267,7 +264,7 @@ async fn ids() {
         } else {
             &lists[..]
         };
-        let period = lists[trace.rng.usize(..asked.len())].longest_period();
+        let period = longest_period(&lists[trace.rng.usize(..asked.len())]);
         let start = trace.now.load(Relaxed) + trace.rng.i64(1..10_000_000);
         let ages = [
             0,
@@ -292,7 +289,8 @@ async fn ids() {
                         cost,
                         Duration::from_millis(trace.rng.u64(..2_000)),
                     ),
-                    4 => Check::record(key, policies, Key::new("request-1"), cost),
+                    4 => Check::charge(key, policies, 0)
+                        .with_extra(Extra::Recorded(Key::new("request-1"), cost)),
                     _ => Check::take(key, policies, cost),
                 };
                 let check = if trace.rng.u8(..4) == 0 {
@@ -344,9 +342,7 @@ async fn ids() {
 async fn ids_of_a_later_clock_are_forgotten() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(20, &server);
-    let policies = Policy::new("api", Strategy::Gcra, "10/s".parse().unwrap())
-        .unwrap()
-        .into();
+    let policies = Policy::new("api", Strategy::Gcra, "10/s").unwrap().into();
     let mut left = vec![];
     for elapsed in [3_600_000_000, -3_600_000_000, 999_999, 1] {
         now.fetch_add(elapsed, Relaxed);
@@ -369,7 +365,7 @@ fn near_policies(kind: PolicyKind, rng: &mut Rng) -> [Policies; 3] {
     [0, 1, 2].map(|_| {
         let quota = first.quota();
         let limit = quota.limit() - rng.u32(0..=quota.limit() / 16);
-        let near = Policy::of_kind("near", kind, Quota::per(limit, quota.period())).ok();
+        let near = of_kind("near", kind, Quota::per(limit, quota.period())).ok();
         near.filter(|near| near.id() == first.id())
             .unwrap_or_else(|| first.clone())
             .into()
@@ -801,7 +797,7 @@ async fn refunds_of_repeated_answers_keep_their_age() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(17, &server);
     let local = LocalStore::default();
-    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s".parse().unwrap())
+    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s")
         .unwrap()
         .into();
     let key = Key::new("ann");
@@ -899,7 +895,7 @@ async fn agree(seed: u64, kind: PolicyKind) {
 
 /// Returns the decision of the Rust halves as if Redis had made it.
 fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
-    let verdicts = check.arriving(now).decide(states, now);
+    let verdicts = check.decide(states, now);
     check.clone().answer(verdicts, Source::Redis)
 }
 
@@ -933,6 +929,18 @@ fn quota(kind: PolicyKind, rng: &mut Rng) -> Quota {
     Quota::per(limit, Duration::from_micros(period))
 }
 
+fn longest_period(policies: &Policies) -> i64 {
+    let periods = policies.iter().map(|policy| policy.params().period);
+    periods.max().unwrap()
+}
+
+fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Policy, ConfigError> {
+    match kind {
+        PolicyKind::Rate(strategy) => Policy::new(name, strategy, quota),
+        PolicyKind::InFlight => Policy::in_flight(name, quota.limit())?.slot_ttl(quota.period()),
+    }
+}
+
 /// Returns a policy of this quota, with a random burst and lease if it may have them.
 fn policy_of(name: &str, kind: PolicyKind, quota: Quota, rng: &mut Rng) -> Policy {
     let limit = quota.limit();
@@ -940,8 +948,7 @@ fn policy_of(name: &str, kind: PolicyKind, quota: Quota, rng: &mut Rng) -> Polic
         let lease = quota
             .period()
             .clamp(Duration::from_secs(1), Duration::from_secs(3_600));
-        return Policy::of_kind(name, kind, Quota::per(limit.min(rng.u32(1..=100)), lease))
-            .unwrap();
+        return of_kind(name, kind, Quota::per(limit.min(rng.u32(1..=100)), lease)).unwrap();
     }
     let burst = match rng.u8(..4) {
         0 => 1,
@@ -949,8 +956,8 @@ fn policy_of(name: &str, kind: PolicyKind, quota: Quota, rng: &mut Rng) -> Polic
         2 => limit.saturating_mul(2),
         _ => limit,
     };
-    let policy = Policy::of_kind(name, kind, quota.burst(burst))
-        .or_else(|_| Policy::of_kind(name, kind, quota))
+    let policy = of_kind(name, kind, quota.burst(burst))
+        .or_else(|_| of_kind(name, kind, quota))
         .unwrap();
     // A leased policy counts under a tighter quota.
     let leased = policy.clone().leased(Duration::from_micros(

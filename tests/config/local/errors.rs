@@ -17,8 +17,8 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
     }
 }
 
-const FIELDS: &str = "`kind`, `url`, `root_certificates`, `client_certificate`, `client_key`, `server_name`, `prefix`, \
-                      `connections`, `timeout`, `connect_timeout`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
+const FIELDS: &str = "`kind`, `url`, `password_file`, `sentinel_password_file`, `root_certificates`, `client_certificate`, `client_key`, \
+                      `server_name`, `address_map`, `prefix`, `connections`, `timeout`, `connect_timeout`, `client_name`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
                       `local_keys`";
 
 #[test]
@@ -86,6 +86,20 @@ fn of_a_store() {
         (
             json!({ "url": ["hunter2"] }),
             "invalid type: sequence, expected text as `url`",
+        ),
+        (
+            json!({ "address_map": "a:1" }),
+            "address_map: \"a:1\" is not a valid pair of addresses: use the form `10.0.0.1:6379=127.0.0.1:7000`, and each \
+             address once",
+        ),
+        (
+            json!({ "address_map": "a:1=b:1, a:1=b:2" }),
+            "address_map: \" a:1=b:2\" is not a valid pair of addresses: use the form `10.0.0.1:6379=127.0.0.1:7000`, and \
+             each address once",
+        ),
+        (
+            json!({ "address_map": ["a:1"] }),
+            "invalid type: sequence, expected a table such as `{ \"10.0.0.1:6379\" = \"127.0.0.1:7000\" }` as `address_map`",
         ),
         (
             json!({ "client_key": 1 }),

@@ -30,10 +30,13 @@ fn expected() -> Service {
     let mut store = StoreConfig::default();
     store.kind = StoreKind::Fallback;
     store.url = Some("redis://:hunter2@10.0.0.7/".to_owned());
+    store.password_file = Some("/run/secrets/redis".into());
     store.root_certificates = Some("/etc/shop/ca.pem".into());
     store.client_certificate = Some("/etc/shop/client.pem".into());
     store.client_key = Some("/etc/shop/client.key".into());
     store.server_name = Some("redis.internal".to_owned());
+    store.address_map = [("10.0.0.8:6379".to_owned(), "10.0.0.7:7000".to_owned())].into();
+    store.client_name = Some("shop-api".to_owned());
     store.prefix = "shop".to_owned();
     store.connections = NonZeroUsize::new(4).unwrap();
     store.timeout = Duration::from_secs(2);
@@ -73,10 +76,13 @@ fn toml() {
         [store]
         kind = "fallback"
         url = "redis://:hunter2@10.0.0.7/"
+        password_file = "/run/secrets/redis"
         root_certificates = "/etc/shop/ca.pem"
         client_certificate = "/etc/shop/client.pem"
         client_key = "/etc/shop/client.key"
         server_name = "redis.internal"
+        address_map = { "10.0.0.8:6379" = "10.0.0.7:7000" }
+        client_name = "shop-api"
         prefix = "shop"
         connections = 4
         timeout = "2s"
@@ -110,10 +116,13 @@ fn yaml() {
         store:
           kind: fallback
           url: redis://:hunter2@10.0.0.7/
+          password_file: /run/secrets/redis
           root_certificates: /etc/shop/ca.pem
           client_certificate: /etc/shop/client.pem
           client_key: /etc/shop/client.key
           server_name: redis.internal
+          address_map: { "10.0.0.8:6379": "10.0.0.7:7000" }
+          client_name: shop-api
           prefix: shop
           connections: "4"
           timeout: 2s
@@ -141,7 +150,8 @@ fn json() {
             "kind": "fallback", "url": "redis://:hunter2@10.0.0.7/", "prefix": "shop", "connections": 4, "timeout": "2s",
             "queue": 50000, "batch": 64, "partitions": 256, "denials": 0, "deadline": "50ms", "failures": 5, "share": 3,
             "local_keys": 1000000, "root_certificates": "/etc/shop/ca.pem", "client_certificate": "/etc/shop/client.pem",
-            "client_key": "/etc/shop/client.key", "server_name": "redis.internal"
+            "client_key": "/etc/shop/client.key", "server_name": "redis.internal", "password_file": "/run/secrets/redis",
+            "client_name": "shop-api", "address_map": { "10.0.0.8:6379": "10.0.0.7:7000" }
         },
         "policies": [
             { "name": "burst", "strategy": "gcra", "quota": "100/s burst 200" },
@@ -181,10 +191,13 @@ fn environment_variables() {
         ("APP_ON_ERROR", "allow"),
         ("APP_STORE__KIND", "fallback"),
         ("APP_STORE__URL", "redis://:hunter2@10.0.0.7/"),
+        ("APP_STORE__PASSWORD_FILE", "/run/secrets/redis"),
         ("APP_STORE__ROOT_CERTIFICATES", "/etc/shop/ca.pem"),
         ("APP_STORE__CLIENT_CERTIFICATE", "/etc/shop/client.pem"),
         ("APP_STORE__CLIENT_KEY", "/etc/shop/client.key"),
         ("APP_STORE__SERVER_NAME", "redis.internal"),
+        ("APP_STORE__ADDRESS_MAP", "10.0.0.8:6379 = 10.0.0.7:7000"),
+        ("APP_STORE__CLIENT_NAME", "shop-api"),
         ("APP_STORE__PREFIX", "shop"),
         ("APP_STORE__CONNECTIONS", "4"),
         ("APP_STORE__TIMEOUT", "2s"),

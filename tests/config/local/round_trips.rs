@@ -122,6 +122,7 @@ fn stores() -> impl Generate<Value = StoreConfig> {
         optional(),
         "\\PC{0,20}",
         [optional(), optional(), optional(), optional()],
+        [optional(), optional()],
     );
     let sizes = (
         size(),
@@ -132,7 +133,7 @@ fn stores() -> impl Generate<Value = StoreConfig> {
         0..=i64::MAX as usize,
     );
     (kind, text, sizes, time(), time(), instances(), share).prop_map(
-        |(kind, (url, prefix, tls), sizes, timeout, deadline, failures, share)| {
+        |(kind, (url, prefix, tls, passwords), sizes, timeout, deadline, failures, share)| {
             let mut store = StoreConfig::default();
             (store.kind, store.url, store.prefix, store.share) = (kind, url, prefix, share);
             (
@@ -151,10 +152,17 @@ fn stores() -> impl Generate<Value = StoreConfig> {
                 client_key,
                 server_name,
             ] = tls;
+            store.client_name.clone_from(&server_name);
+            for address in [&root_certificates, &server_name].into_iter().flatten() {
+                store.address_map.insert(address.clone(), "b:1".to_owned());
+            }
             store.root_certificates = root_certificates.map(Into::into);
             store.client_certificate = client_certificate.map(Into::into);
             store.client_key = client_key.map(Into::into);
             store.server_name = server_name;
+            let [password_file, sentinel_password_file] = passwords;
+            store.password_file = password_file.map(Into::into);
+            store.sentinel_password_file = sentinel_password_file.map(Into::into);
             store
         },
     )

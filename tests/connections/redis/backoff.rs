@@ -83,7 +83,7 @@ async fn lost_connections_are_replaced_rarely() {
         while let Ok((mut stream, _)) = listener.accept().await {
             count.fetch_add(1, SeqCst);
             let _ = stream.read(&mut [0; 4_096]).await;
-            let _ = stream.write_all(b"+OK\r\n+OK\r\n").await;
+            let _ = stream.write_all(b"+OK\r\n+OK\r\n+OK\r\n").await;
         }
     });
     let store = RedisStore::builder(url)

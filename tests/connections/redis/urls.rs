@@ -165,7 +165,7 @@ fn mistakes_in_a_url_are_named() {
         ),
         (
             "redis+sentinel://a/mymaster?sentinel_pasword=hunter2",
-            "`sentinel_pasword` is unknown: write `prefix`, `protocol`, `sentinel_user`",
+            "`sentinel_pasword` is unknown: write `prefix`, `protocol`, `password_file`, `sentinel_user`",
         ),
         (
             "redis+unix:///tmp/redis?password=hunter2",

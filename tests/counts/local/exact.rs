@@ -115,12 +115,7 @@ fn a_small_store_counts_too() {
     for keys in [1, 16, 64, 1000] {
         let store = LocalStore::with_capacity(NonZeroUsize::new(keys).unwrap());
         let policies = (0..Policies::MAX).map(|i| {
-            Policy::new(
-                &i.to_string(),
-                Strategy::Gcra,
-                format!("{}/100d", i + 2).parse().unwrap(),
-            )
-            .unwrap()
+            Policy::new(&i.to_string(), Strategy::Gcra, format!("{}/100d", i + 2)).unwrap()
         });
         let policies = Policies::new(policies).unwrap();
         let granted: u32 = (0..50)
@@ -256,7 +251,7 @@ async fn newcomers_do_not_evict_all_exhausted_callers() {
 fn ids_are_kept_per_policy_list() {
     use tower_redis_ratelimit::{Policies, Policy};
     let store = LocalStore::default();
-    let of = |name: &str| Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap();
+    let of = |name: &str| Policy::new(name, Strategy::Gcra, "100/100d").unwrap();
     let lists = [
         Policies::from(of("one")),
         Policies::from(of("two")),

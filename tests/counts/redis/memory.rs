@@ -15,9 +15,7 @@ use crate::support::{RedisServer, STRATEGIES, until};
 const CALLER: &str = "caller-of-16-byt";
 
 fn policy(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("api", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
+    Policy::new("api", strategy, quota).unwrap().into()
 }
 
 /// A store with a long timeout, for busy machines.

@@ -12,8 +12,7 @@ use crate::support::RedisServer;
 
 /// Policies with each kind of state, alone and together. No charge expires during a test.
 fn lists() -> Vec<Policies> {
-    let rate =
-        |name, strategy, quota: &str| Policy::new(name, strategy, quota.parse().unwrap()).unwrap();
+    let rate = |name, strategy, quota: &str| Policy::new(name, strategy, quota).unwrap();
     let meter = rate("meter", Strategy::Gcra, "100/100d");
     let log = rate("log", Strategy::SlidingLog, "100/100d");
     let shorter = rate("shorter", Strategy::SlidingLog, "90/70d");

@@ -332,7 +332,7 @@ async fn a_repeated_layer_is_reported_once() {
 
     // Windows with different limits share a count too.
     let log = |quota: &str| {
-        let policy = Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
+        let policy = Policy::new("api", Strategy::SlidingLog, quota).unwrap();
         RateLimitLayer::new(LocalStore::default(), Global, policy).observer(notes.clone())
     };
     send(&log("5/h").layer(limited(log("9/h"))), request("alice")).await;
@@ -353,7 +353,7 @@ async fn a_count_with_two_limits_is_reported() {
         let notes = Problems::default();
         let mut kept = vec![];
         for (quota, store) in quotas.into_iter().zip(stores) {
-            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let policy = Policy::new("api", strategy, quota).unwrap();
             let layer = RateLimitLayer::new(store, Global, policy).observer(notes.clone());
             // A layer that wraps several services, as for several routes, is one.
             kept.extend([limited(layer.clone()), limited(layer)]);
@@ -374,7 +374,7 @@ async fn a_count_with_two_limits_is_reported() {
     // The layers of the first call are gone.
     assert_eq!(problems(log, ["5/m", "5/m"], one.clone()), [""; 0]);
     assert_eq!(problems(log, ["5/m", "6/h"], one.clone()), [""; 0]);
-    assert_eq!(problems(Strategy::Gcra, ["5/m", "6/m"], one), [""; 0]);
+    assert_eq!(problems(Strategy::Gcra, ["5/m", "6/h"], one).len(), 1);
     let two = [store, LocalStore::default()];
     assert_eq!(problems(log, ["5/m", "6/m"], two), [""; 0]);
 }
@@ -382,10 +382,7 @@ async fn a_count_with_two_limits_is_reported() {
 /// A service may make a limiter for each request.
 #[tokio::test]
 async fn limiters_with_two_quotas_are_suspected_once() {
-    let log = |name: &str, quota: &str| {
-        let quota = quota.parse().unwrap();
-        Policy::new(name, Strategy::SlidingLog, quota).unwrap()
-    };
+    let log = |name: &str, quota: &str| Policy::new(name, Strategy::SlidingLog, quota).unwrap();
     let (notes, store) = (Problems::default(), LocalStore::default());
     let take = async |policy: Policy| {
         let limiter = Limiter::new(store.clone(), policy).observer(notes.clone());

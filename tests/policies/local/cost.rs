@@ -105,7 +105,7 @@ async fn a_denied_caller_passes_exactly_after_waiting() {
         Strategy::FixedWindow(Align::FirstHit),
         Strategy::FixedWindow(Align::default()),
     ] {
-        let policy = Policy::new("api", strategy, "3/10s".parse().unwrap()).unwrap();
+        let policy = Policy::new("api", strategy, "3/10s").unwrap();
         let service = limited(RateLimitLayer::new(LocalStore::default(), Global, policy));
         for _ in 0..3 {
             assert_eq!(

@@ -298,8 +298,7 @@ async fn overrides_match_network_keys() {
 
 #[tokio::test(start_paused = true)]
 async fn stored_policies_apply_next_and_keep_counts() {
-    let windowed =
-        |quota: &str| Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
+    let windowed = |quota: &str| Policy::new("api", Strategy::SlidingLog, quota).unwrap();
     let live = Live::new(windowed("2/m"));
     let service = limited(by(live.clone()));
     for (status, expected) in [

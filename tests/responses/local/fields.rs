@@ -215,7 +215,7 @@ async fn an_outage_keeps_the_quota_in_the_fields() {
         redis.fail(StoreError::new(ErrorKind::Unreachable));
         let share = Share::Fixed(NonZeroU32::new(4).unwrap());
         let store = Fallback::new(redis, LocalStore::default()).share(share);
-        let policy = Policy::new("api", strategy, "100/m".parse().unwrap()).unwrap();
+        let policy = Policy::new("api", strategy, "100/m").unwrap();
         let layer = RateLimitLayer::new(store, Global, policy)
             .headers(Headers::DRAFT_11.and(LegacyHeaders::XSeconds))
             .decision_in_response();
@@ -526,7 +526,7 @@ async fn the_guides_picture_is_accurate() {
             &[0, 15, 30, 45, 60],
         ),
     ] {
-        let policy = Policy::new("api", strategy, "3/m".parse().unwrap()).unwrap();
+        let policy = Policy::new("api", strategy, "3/m").unwrap();
         let service = limited(RateLimitLayer::new(LocalStore::default(), Global, policy));
         let axis = "0 s     20 s    40 s    60 s    80 s    100 s   120 s";
         picture += &format!("{title:<27}{axis}\n");

@@ -33,12 +33,7 @@ use crate::mocks::*;
 
 /// Creates a policy whose charges do not expire during a test.
 pub(crate) fn quota(name: &str, quota: &str) -> Policy {
-    Policy::new(
-        name,
-        Strategy::FixedWindow(Align::FirstHit),
-        quota.parse().unwrap(),
-    )
-    .unwrap()
+    Policy::new(name, Strategy::FixedWindow(Align::FirstHit), quota).unwrap()
 }
 
 /// Returns the units that a caller was charged, of 1,000.

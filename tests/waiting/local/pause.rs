@@ -27,7 +27,7 @@ const KEY: Key = Key::GLOBAL;
 const SECOND: Duration = Duration::from_secs(1);
 
 fn policy(quota: &str) -> Policy {
-    Policy::new("test", Strategy::Gcra, quota.parse().unwrap()).unwrap()
+    Policy::new("test", Strategy::Gcra, quota).unwrap()
 }
 
 async fn ok(_: &'static str) -> Result<(), Infallible> {

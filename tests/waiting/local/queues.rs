@@ -20,7 +20,7 @@ const ANN: Key = Key::GLOBAL;
 const LONG: Duration = Duration::from_secs(3_600);
 
 fn named(name: &str, strategy: Strategy, quota: &str) -> Policy {
-    Policy::new(name, strategy, quota.parse().unwrap()).unwrap()
+    Policy::new(name, strategy, quota).unwrap()
 }
 
 /// Returns the number of store calls until a waiter gets its permit.

@@ -186,7 +186,7 @@ async fn a_queue_of_mixed_costs_drains() {
 #[tokio::test(start_paused = true)]
 async fn a_queue_of_in_flight_requests_drains() {
     let jobs = || Policy::in_flight("jobs", 50).unwrap();
-    let rate = Policy::new("rate", Strategy::Gcra, "1000000/s".parse().unwrap()).unwrap();
+    let rate = Policy::new("rate", Strategy::Gcra, "1000000/s").unwrap();
     for (policies, there, gap) in [
         (Policies::from(jobs()), 2, 2),
         (jobs().into(), 5, 5),
@@ -638,13 +638,9 @@ async fn a_caller_waits_under_all_policies() {
     impl PolicySelector<u32> for ByName {
         fn policies(&self, name: &u32, _: Option<&Key>) -> Option<Policies> {
             Some(
-                Policy::new(
-                    &name.to_string(),
-                    Strategy::Gcra,
-                    "1/s burst 1".parse().unwrap(),
-                )
-                .unwrap()
-                .into(),
+                Policy::new(&name.to_string(), Strategy::Gcra, "1/s burst 1")
+                    .unwrap()
+                    .into(),
             )
         }
     }
@@ -1070,8 +1066,8 @@ async fn failed_refunds_of_permits_are_retried_or_reported() {
 #[tokio::test(start_paused = true)]
 async fn cancelled_waiters_refund_every_policy_separately() {
     let store = LocalStore::default();
-    let slow = Policy::new("slow", Strategy::Gcra, "60/m burst 100".parse().unwrap()).unwrap();
-    let quick = Policy::new("quick", Strategy::Gcra, "100/s".parse().unwrap()).unwrap();
+    let slow = Policy::new("slow", Strategy::Gcra, "60/m burst 100").unwrap();
+    let quick = Policy::new("quick", Strategy::Gcra, "100/s").unwrap();
     let both = Limiter::new(
         store.clone(),
         Policies::new([slow.clone(), quick.clone()]).unwrap(),
@@ -1101,7 +1097,7 @@ async fn cancelled_waiters_refund_every_policy_separately() {
 async fn request_ends_do_not_wake_rate_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
     let streams = Policy::in_flight("streams", 1_000).unwrap();
-    let rate = Policy::new("rate", Strategy::Gcra, "1/h".parse().unwrap()).unwrap();
+    let rate = Policy::new("rate", Strategy::Gcra, "1/h").unwrap();
     let only = Limiter::new(store.clone(), streams.clone());
     let both = Limiter::new(store.clone(), Policies::new([rate, streams]).unwrap());
     assert!(both.take(ANN, 1).await.unwrap().is_allowed());

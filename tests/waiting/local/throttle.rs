@@ -294,8 +294,7 @@ async fn expired_permits_are_charged_again() {
 #[tokio::test(start_paused = true)]
 async fn permits_expire_under_each_policy_separately() {
     let (local, store) = watched();
-    let named =
-        |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
+    let named = |name, quota: &str| Policy::new(name, Strategy::Gcra, quota).unwrap();
     for least in ["7/s", "7000/s"] {
         let policies = Policies::new([named("second", least), named("day", "20/d")]).unwrap();
         let day = Policies::from(policies[1].clone());
@@ -607,7 +606,7 @@ async fn wakes_the_task_that_polled_last() {
 /// A throttle does not see calls end, so such a policy would never be freed.
 #[tokio::test(start_paused = true)]
 async fn in_flight_policies_are_skipped_and_reported() {
-    let rate = Policy::new("rate", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
+    let rate = Policy::new("rate", Strategy::Gcra, "10/s burst 1").unwrap();
     let in_flight = Policy::in_flight("calls", 1).unwrap();
     let both = Policies::new([rate, in_flight.clone()]).unwrap();
     for (policies, took) in [(both, 200), (in_flight.into(), 0)] {

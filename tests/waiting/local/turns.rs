@@ -275,7 +275,7 @@ async fn small_costs_do_not_starve_a_large_one() {
 async fn lists_that_share_a_policy_delay_its_turns() {
     let (store, start) = (LocalStore::default(), Instant::now());
     let tenant = policy(Strategy::Gcra, "100/s");
-    let search = Policy::new("search", Strategy::Gcra, "10/s".parse().unwrap()).unwrap();
+    let search = Policy::new("search", Strategy::Gcra, "10/s").unwrap();
     let both = Policies::new([tenant[0].clone(), search]).unwrap();
     let wait = |policies: &Policies| {
         let limiter = Limiter::new(store.clone(), policies.clone());

@@ -292,7 +292,7 @@ fn refunds_keep_each_window_within_limit() {
                     let decision = check.answer(verdicts, Source::Local);
                     if decision.is_allowed() {
                         *kept
-                            .entry(now + decision.verdicts().next().unwrap().1.reset)
+                            .entry(now + decision.verdicts().first().reset)
                             .or_default() += i64::from(decision.granted());
                         open.push(Reservation {
                             decision,
@@ -304,7 +304,7 @@ fn refunds_keep_each_window_within_limit() {
                     let Reservation { decision, at, .. } =
                         open.swap_remove(rng.usize(..open.len()));
                     let cost = rng.u32(0..=decision.granted());
-                    let end = at + decision.verdicts().next().unwrap().1.reset;
+                    let end = at + decision.verdicts().first().reset;
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
                     let age = Duration::from_micros((now - at) as u64);
                     if let Some(check) = decision.refund(Key::GLOBAL, cost, age).next() {
@@ -372,8 +372,7 @@ fn an_immediate_refund_restores_the_excess() {
 /// count of that window.
 #[test]
 fn a_refund_reports_what_it_deducts() {
-    let quota = "100/10s".parse().unwrap();
-    let policies = Policy::new("p", Strategy::SlidingCounter, quota)
+    let policies = Policy::new("p", Strategy::SlidingCounter, "100/10s")
         .unwrap()
         .into();
     let mut state = [State::fresh(Strategy::SlidingCounter)];

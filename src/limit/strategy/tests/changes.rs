@@ -5,6 +5,7 @@ use std::time::SystemTime;
 
 use super::*;
 use crate::limit::{Counts, Decision, Source};
+use crate::store::part_of;
 
 const START: u64 = 1_790_000_000_000_000;
 const SECOND: u64 = 1_000_000;
@@ -43,9 +44,7 @@ impl Caller {
 }
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("api", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
+    Policy::new("api", strategy, quota).unwrap().into()
 }
 
 fn buckets() -> impl Iterator<Item = Strategy> {
@@ -599,14 +598,14 @@ fn rate_of(quota: Quota) -> i128 {
 #[test]
 fn shares_are_no_other_quota() {
     for strategy in buckets() {
-        let policy = Policy::new("api", strategy, "1000/m burst 50".parse().unwrap()).unwrap();
+        let policy = Policy::new("api", strategy, "1000/m burst 50").unwrap();
         let mut state = State::fresh(strategy);
         let mut now = START as i64;
-        let two = policy.share(2.try_into().unwrap());
+        let two = part_of(&policy, 2.try_into().unwrap());
         Mode::Take.count(&two, &mut state, 20, now);
         let before = state.clone();
         for instances in [3, 7, 2, 50] {
-            let share = policy.share(instances.try_into().unwrap());
+            let share = part_of(&policy, instances.try_into().unwrap());
             assert!(state.is_of(share.params()), "{strategy}");
             Mode::Refund.count(&share, &mut state, 0, now);
             assert_eq!(state, before, "{strategy}");

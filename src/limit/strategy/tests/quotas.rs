@@ -1,6 +1,7 @@
 use std::num::NonZeroU32;
 
 use super::*;
+use crate::store::part_of;
 
 /// A changed limit takes effect immediately, and keeps the count.
 #[test]
@@ -26,7 +27,7 @@ fn a_changed_limit_is_no_fresh_start() {
             );
 
             let new_policies = policies(new);
-            assert_eq!(policies(old).id(), new_policies.id());
+            assert_eq!(policies(old)[0].id(), new_policies[0].id());
             let peek = Check::peek(Key::GLOBAL, &new_policies, 1).decide(&mut state.clone(), now);
             let most = i64::from(new.saturating_sub(old));
             assert!(
@@ -112,7 +113,7 @@ fn a_warmed_state_grants_no_more() {
                 let instances =
                     NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20)))
                         .unwrap();
-                let (share, whole) = (policies[0].share(instances), &policies[0]);
+                let (share, whole) = (part_of(&policies[0], instances), &policies[0]);
                 // Rounded up, as the local store does.
                 let capacity = share.params().capacity;
                 let used = capacity - verdict.remaining * capacity / params.capacity;

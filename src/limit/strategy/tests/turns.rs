@@ -34,12 +34,11 @@ impl Turns {
     }
 
     fn decide(&mut self, check: &Check) -> Decision {
-        let check = check.arriving(self.now).into_owned();
         let verdicts = Verdicts {
             at: self.now,
             ..check.decide(&mut self.states, self.now)
         };
-        check.answer(verdicts, Source::Redis)
+        check.clone().answer(verdicts, Source::Redis)
     }
 
     /// A request that waits for at most `within` microseconds.
@@ -198,7 +197,7 @@ fn only_the_last_turn_is_refunded() {
 fn turns_given_up_leave_the_quota_usable() {
     const SECONDS: i64 = 1_000;
     let mut rng = Rng::with_seed(1);
-    let policy = Policy::new("p", Strategy::Gcra, "100/s burst 20".parse().unwrap()).unwrap();
+    let policy = Policy::new("p", Strategy::Gcra, "100/s burst 20").unwrap();
     let mut turns = Turns::new(policy);
     let mut left: Vec<(u8, Decision, i64)> = vec![];
     while turns.now < START + SECONDS * 1_000_000 {

@@ -55,22 +55,18 @@ impl ClientIpBuilder {
         self,
         trusted: Result<Vec<Trusted>, ConfigError>,
     ) -> Result<ClientIp, ConfigError> {
-        let (header, trusted) = (self.header?, trusted?);
+        // The header first: its error is reported if both are wrong.
+        let header = self.header?;
+        let trusted = trusted?;
         if trusted.is_empty() {
             return Err(ConfigError::new(
                 "no proxy is trusted: name at least one network",
             ));
         }
         if cover_all(&trusted) {
-            let text = trusted
-                .iter()
-                .map(Trusted::to_string)
-                .collect::<Vec<_>>()
-                .join(", ");
-            return Err(untrusted(
-                &text,
-                "together they cover every address, so any client could forge the header",
-            ));
+            let all: Vec<_> = trusted.iter().map(Trusted::to_string).collect();
+            let problem = "together they cover every address, so any client could forge the header";
+            return Err(untrusted(&all.join(", "), problem));
         }
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
     }
@@ -97,14 +93,11 @@ impl ClientIpBuilder {
     /// header.
     pub fn hops(self, hops: u8) -> Result<ClientIp, ConfigError> {
         let header = self.header?;
-        let none = || {
-            ConfigError::new(
+        let Some(hops) = NonZeroU8::new(hops) else {
+            return Err(ConfigError::new(
                 "no hop is trusted: trust at least 1, or use `ClientIp::peer` without a proxy",
-            )
+            ));
         };
-        Ok(ClientIp::behind(
-            header,
-            Trust::Hops(NonZeroU8::new(hops).ok_or_else(none)?),
-        ))
+        Ok(ClientIp::behind(header, Trust::Hops(hops)))
     }
 }

@@ -73,14 +73,18 @@ impl Setting for ClientIp {
             (Some(_), Some(_), Some(_)) => Err(D::Error::custom(
                 "`trust` and `hops` are both set: remove one",
             )),
+            // Without this error, `trust` or `hops` would have no effect.
             (None, ..) => Err(D::Error::custom(
                 "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`",
             )),
         }?;
-        Ok(Self {
-            ipv6_prefix: ipv6_prefix.map_or(client.ipv6_prefix, |Bits(bits)| bits),
-            ..client
-        })
+        match ipv6_prefix {
+            Some(Bits(ipv6_prefix)) => Ok(Self {
+                ipv6_prefix,
+                ..client
+            }),
+            None => Ok(client),
+        }
     }
 }
 

@@ -32,13 +32,9 @@ pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<Peer>> {
 
 /// Returns `true` if an odd number of backslashes precedes this byte of a quoted string.
 fn is_escaped(line: &[u8], at: usize) -> bool {
-    line[..at]
-        .iter()
-        .rev()
-        .take_while(|byte| **byte == b'\\')
-        .count()
-        % 2
-        == 1
+    let before = line[..at].iter().rev();
+    let backslashes = before.take_while(|byte| **byte == b'\\').count();
+    backslashes % 2 == 1
 }
 
 /// Returns the hop of an element's `for`, if the element is well-formed and has exactly one
@@ -58,9 +54,14 @@ fn client(element: &[u8]) -> Option<Peer> {
         if !is_token(name) || !(rest.is_empty() || rest.starts_with(b";")) {
             return None;
         }
-        if name.eq_ignore_ascii_case(b"for") && client.replace(value.hop()?).is_some() {
+        if !name.eq_ignore_ascii_case(b"for") {
+            continue;
+        }
+        // With two, it is unknown which one the proxy has written.
+        if client.is_some() {
             return None;
         }
+        client = Some(value.hop()?);
     }
     client
 }
@@ -75,11 +76,8 @@ impl<'a> Value<'a> {
     /// Splits a text after its leading value.
     fn split(text: &'a [u8]) -> Option<(Self, &'a [u8])> {
         let Some(string) = text.strip_prefix(b"\"") else {
-            let (token, next) = text.split_at(
-                text.iter()
-                    .position(|byte| *byte == b';')
-                    .unwrap_or(text.len()),
-            );
+            let end = text.iter().position(|byte| *byte == b';');
+            let (token, next) = text.split_at(end.unwrap_or(text.len()));
             return Some((Self::Token(token), next));
         };
         let (string, next) = string.split_at(end_of_string(string)?);
@@ -97,18 +95,21 @@ impl<'a> Value<'a> {
 
 /// Returns the index of the closing quote in the text after the opening quote.
 fn end_of_string(string: &[u8]) -> Option<usize> {
-    let mut escaped = false;
-    string.iter().position(|byte| {
-        let closes = *byte == b'"' && !escaped;
-        escaped = *byte == b'\\' && !escaped;
-        closes
-    })
+    let mut is_escaped = false;
+    for (at, byte) in string.iter().enumerate() {
+        if *byte == b'"' && !is_escaped {
+            return Some(at);
+        }
+        is_escaped = *byte == b'\\' && !is_escaped;
+    }
+    None
 }
 
 /// Parses the hop in a string with escaped characters, which are unnecessary but allowed.
 fn unescaped(text: &[u8]) -> Option<Peer> {
     // Longer than any address.
-    let (mut buffer, mut len) = ([0; 64], 0);
+    let mut buffer = [0; 64];
+    let mut len = 0;
     let mut bytes = text.iter();
     while let Some(byte) = bytes.next() {
         let byte = if *byte == b'\\' { bytes.next()? } else { byte };

@@ -8,8 +8,8 @@ mod trust;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::HeaderName;
 use http::request::Parts;
+use http::{HeaderName, HeaderValue};
 
 pub use builder::ClientIpBuilder;
 use forwarded::elements;
@@ -257,32 +257,25 @@ impl KeyExtractor for ClientIp {
 
 impl Forwarding {
     fn client(&self, request: &Parts, peer: Peer) -> Peer {
+        // axum records no address of a peer on a unix socket.
         let is_unknown = peer == Peer::Unknown && self.trust.takes_unknown_for_unix();
         let peer = if is_unknown { Peer::Unix } else { peer };
         if !self.trust.covers_peer(peer) {
             UNKNOWN_PROXIES.notice(peer, request, Some(&self.header));
             return peer;
         }
-        let mut lines = request
-            .headers
-            .get_all(&self.header)
-            .iter()
-            .map(|line| line.as_bytes());
-        let mut single = |address: fn(&[u8]) -> Option<IpAddr>| match (lines.next(), lines.next()) {
-            (Some(value), None) => address(value).map_or(peer, Peer::Address),
-            _ => peer,
-        };
+        let values = request.headers.get_all(&self.header).iter();
+        let lines = values.map(HeaderValue::as_bytes);
+        // Lists are read from the end, where the trusted proxies append: a client may write anything before that.
         let client = match self.form {
-            HeaderForm::Single => single(node::address),
-            HeaderForm::SingleWithPort => single(node::address_with_port),
-            HeaderForm::XForwardedFor => self.walk(
-                peer,
-                lines
-                    .rev()
-                    .flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::hop)),
-            ),
+            HeaderForm::Single => one_address(lines, node::address).unwrap_or(peer),
+            HeaderForm::SingleWithPort => {
+                one_address(lines, node::address_with_port).unwrap_or(peer)
+            }
+            HeaderForm::XForwardedFor => self.walk(peer, lines.rev().flat_map(hops)),
             HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
         };
+        // A trusted `unix` is the application's word for this. A number of hops is not: it may listen on TCP.
         if is_unknown && client == Peer::Unix && matches!(self.trust, Trust::Hops(_)) {
             UNKNOWN_PROXIES.notice_no_address();
         }
@@ -293,22 +286,29 @@ impl Forwarding {
     /// client's are never parsed.
     fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<Peer>>) -> Peer {
         match &self.trust {
-            Trust::Hops(hops) => entries
-                .take(hops.get().into())
-                .flatten()
-                .filter(|hop| *hop != Peer::Unix)
-                .last()
-                .unwrap_or(peer),
+            // A hop without an address takes its place in the count, or a client could move the entry that counts.
+            Trust::Hops(hops) => {
+                let mut client = peer;
+                for hop in entries.take(hops.get().into()).flatten() {
+                    if hop != Peer::Unix {
+                        client = hop;
+                    }
+                }
+                client
+            }
             Trust::Networks(trusted) => {
-                let (mut client, mut hop) = (peer, peer);
+                let mut client = peer;
+                let mut hop = peer;
                 for _ in 0..ClientIp::MAX_HOPS {
                     if !covers(trusted, hop) {
                         break;
                     }
+                    // Without an address, the entry may hide an untrusted hop: do not read beyond it.
                     let Some(Some(next)) = entries.next() else {
                         break;
                     };
                     hop = next;
+                    // All processes on sockets would share one count, so the last address counts instead.
                     if hop != Peer::Unix {
                         client = hop;
                     }
@@ -317,4 +317,22 @@ impl Forwarding {
             }
         }
     }
+}
+
+/// Returns the hops of a line of `X-Forwarded-For` from right to left.
+fn hops(line: &[u8]) -> impl Iterator<Item = Option<Peer>> {
+    line.rsplit(|byte| *byte == b',').map(node::hop)
+}
+
+/// Returns the address in a header of one value. `None` if the header is repeated: it is unknown which value the trusted
+/// proxy has written.
+fn one_address<'a>(
+    mut lines: impl Iterator<Item = &'a [u8]>,
+    read: fn(&[u8]) -> Option<IpAddr>,
+) -> Option<Peer> {
+    let value = lines.next()?;
+    if lines.next().is_some() {
+        return None;
+    }
+    Some(Peer::Address(read(value)?))
 }

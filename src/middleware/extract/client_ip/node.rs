@@ -17,9 +17,21 @@ pub(super) fn hop(node: &[u8]) -> Option<Peer> {
 pub(super) fn address_with_port(node: &[u8]) -> Option<IpAddr> {
     let node = str::from_utf8(node.trim_ascii()).ok()?;
     let (address, port) = node.rsplit_once(':')?;
+    // A parsed number may have a sign.
     let is_port = port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
-    let address = address.parse::<IpAddr>().ok().filter(|_| is_port)?;
-    Some(address.to_canonical()).filter(|address| !address.is_unspecified())
+    if !is_port {
+        return None;
+    }
+    let address: IpAddr = address.parse().ok()?;
+    of_a_host(address.to_canonical())
+}
+
+/// Returns the address, or `None` for the unspecified one, which no host has.
+fn of_a_host(address: IpAddr) -> Option<IpAddr> {
+    if address.is_unspecified() {
+        return None;
+    }
+    Some(address)
 }
 
 /// Parses an address in the forms that proxies write: bare, with a port, with a zone, or an IPv6
@@ -43,7 +55,7 @@ pub(super) fn address(node: &[u8]) -> Option<IpAddr> {
             None => v4(node)?.into(),
         },
     };
-    (!address.is_unspecified()).then_some(address)
+    of_a_host(address)
 }
 
 fn v4(text: &str) -> Option<Ipv4Addr> {

@@ -93,33 +93,42 @@ impl FromStr for Trusted {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let network = match text {
+        let written = match text {
             "private" => return Ok(Self::Private),
             "loopback" => return Ok(Self::Loopback),
             "link-local" => return Ok(Self::LinkLocal),
             "shared" => return Ok(Self::Shared),
             "unix" => return Ok(Self::Unix),
-            _ => text
-                .parse()
-                .or_else(|_| text.parse().map(|address: IpAddr| address.into())),
+            _ => parsed(text),
         };
-        let unknown = |_| untrusted(text, "it is not one of the words, a network or an address");
-        let written: IpNet = network.map_err(unknown)?;
+        let Some(written) = written else {
+            let problem = "it is not one of the words, a network or an address";
+            return Err(untrusted(text, problem));
+        };
         let network = unmapped(written);
         if network.prefix_len() == 0 {
-            return Err(untrusted(
-                text,
-                "it covers every address, so any client could forge the header",
-            ));
+            let problem = "it covers every address, so any client could forge the header";
+            return Err(untrusted(text, problem));
         }
-        if written != written.trunc() {
-            let (address, network) = (written.addr(), written.trunc());
+        // Rejected, since one of the two was meant, and the network trusts more.
+        let whole = written.trunc();
+        if written != whole {
+            let address = written.addr();
             return Err(ConfigError::new(format!(
-                "{text:?} cannot be trusted: it is an address within a network: use `{address}` or `{network}`"
+                "{text:?} cannot be trusted: it is an address within a network: use `{address}` or `{whole}`"
             )));
         }
         Ok(Self::Network(network))
     }
+}
+
+/// Parses a network, or an address as a network of one.
+fn parsed(text: &str) -> Option<IpNet> {
+    if let Ok(network) = text.parse() {
+        return Some(network);
+    }
+    let address: IpAddr = text.parse().ok()?;
+    Some(address.into())
 }
 
 impl fmt::Display for Trusted {

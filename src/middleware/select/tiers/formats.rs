@@ -78,23 +78,30 @@ impl Setting for Named {
                                     followed by an API key, or `~` followed by 32 digits as in Redis";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        let unknown = || ConfigError::choice("caller", text, Self::EXPECTED);
         // A comma without a blank joins the parts of a tuple, such as two addresses.
         let is_tuple = text.replace(", ", "").contains(',');
         let is_list = text.split(", ").all(|caller| caller.starts_with("ip:"));
+        // The key of peers on unix sockets begins with `ip:` too.
         if text == "ip:unix" || is_tuple || !is_list {
             return match Key::read(text) {
                 Ok(key) => Ok(Self::Key(key)),
-                Err(_) => Err(unknown()),
+                Err(_) => Err(unknown(text)),
             };
         }
         let mut networks = vec![];
         for caller in text.split(", ") {
-            let network = caller.strip_prefix("ip:").and_then(parsed);
-            networks.push(networks::valid(network.ok_or_else(unknown)?)?);
+            let address = caller.strip_prefix("ip:").unwrap_or(caller);
+            let Some(network) = parsed(address) else {
+                return Err(unknown(text));
+            };
+            networks.push(networks::valid(network)?);
         }
         Ok(Self::Networks(networks))
     }
+}
+
+fn unknown(text: &str) -> ConfigError {
+    ConfigError::choice("caller", text, Named::EXPECTED)
 }
 
 /// Parses an address or a network, also in the form of a key with more than 64 bits.

@@ -5,7 +5,6 @@ mod networks;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
@@ -18,7 +17,7 @@ use crate::limit::{Key, KeyForms, Policies};
 use crate::observe::Observer;
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{NARROW_NETWORK, NO_TIER, UNKNOWN_TIER};
-use crate::util::{Copies, own_list};
+use crate::util::{Copies, OnceFlag, own_list};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
@@ -120,10 +119,10 @@ pub struct Tiers {
 #[derive(Default)]
 struct Unknown {
     misses: Misses,
-    reported: AtomicBool,
+    reported: OnceFlag,
     /// The first unlisted plan, if it may be the default plan.
     maybe_default: OnceLock<Box<str>>,
-    narrow_reported: AtomicBool,
+    narrow_reported: OnceFlag,
 }
 
 type TierName = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
@@ -160,7 +159,7 @@ impl Tiers {
 
     fn of(plans: Plans, callers: HashMap<Key, Option<Policies>>) -> Self {
         Self {
-            name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
+            name: Arc::new(tier_of),
             plans: Copies::new(|| plans.copy()),
             callers: Arc::new(callers),
             networks: Arc::default(),
@@ -200,10 +199,11 @@ impl Tiers {
         mut self,
         callers: impl IntoIterator<Item = (Key, impl Into<Policies>)>,
     ) -> Self {
-        let callers = callers
-            .into_iter()
-            .map(|(key, policies)| (key, Some(policies.into())));
-        Arc::make_mut(&mut self.callers).extend(callers);
+        // A clone of these tiers keeps its callers.
+        let own = Arc::make_mut(&mut self.callers);
+        for (key, policies) in callers {
+            own.insert(key, Some(policies.into()));
+        }
         self
     }
 
@@ -292,6 +292,27 @@ impl Tiers {
         }
     }
 
+    /// The policies of a single caller, or of its network; inside, `None` for an exempt caller.
+    #[inline]
+    fn policies_of_caller(&self, key: &Key) -> Option<&Option<Policies>> {
+        // Most tiers have neither: skip the hash and the parsing of the key.
+        if !self.callers.is_empty()
+            && let Some(own) = self.callers.get(key)
+        {
+            return Some(own);
+        }
+        if self.networks.is_empty() {
+            return None;
+        }
+        let caller = key.to_network()?;
+        let own = self.networks.find(caller);
+        let is_one_address = caller.prefix_len() == caller.max_prefix_len();
+        if own.is_none() && !is_one_address && !self.unknown.narrow_reported.is_claimed() {
+            self.unknown.report_narrow(&self.networks, caller);
+        }
+        own
+    }
+
     fn insert(self, name: Box<str>, policies: Option<Policies>) -> Self {
         let mut plans = self.plans.current().copy();
         plans.named.insert(name, policies);
@@ -305,18 +326,16 @@ impl Tiers {
 impl Plans {
     /// Creates fresh `Arc`s around the policies, to avoid contention.
     fn copy(&self) -> Self {
-        let named = self
-            .named
-            .iter()
-            .map(|(name, policies)| (name.clone(), policies.as_ref().map(own_list)));
+        let mut named = HashMap::with_capacity(self.named.len());
+        for (name, policies) in &self.named {
+            named.insert(name.clone(), policies.as_ref().map(own_list));
+        }
         Self {
             default: own_list(&self.default),
-            named: named.collect(),
+            named,
         }
     }
-}
 
-impl Plans {
     fn is_default_policy(&self, name: &str) -> bool {
         self.default.iter().any(|policy| policy.name() == name)
     }
@@ -334,10 +353,8 @@ impl Unknown {
 
     #[cold]
     fn report(&self, name: &str, plans: &Plans) {
-        if self
-            .maybe_default
-            .get()
-            .is_some_and(|first| **first == *name)
+        if let Some(first) = self.maybe_default.get()
+            && **first == *name
         {
             return;
         }
@@ -345,9 +362,10 @@ impl Unknown {
         if plans.is_default_policy(name) {
             return;
         }
+        // One unlisted plan may be the default plan. A second one is a mistake in any case.
         let may_be_default =
             !plans.default_is_named() && self.maybe_default.set(name.into()).is_ok();
-        if !may_be_default && self.reported.swap(true, Relaxed) {
+        if !may_be_default && !self.reported.claim() {
             return;
         }
         let mut listed: Vec<_> = plans.named.keys().collect();
@@ -369,7 +387,7 @@ impl Unknown {
     #[cold]
     fn report_narrow(&self, networks: &Networks, caller: IpNet) {
         if let Some(network) = networks.narrower(caller)
-            && !self.narrow_reported.swap(true, Relaxed)
+            && self.narrow_reported.claim()
         {
             let problem = format!(
                 "the policies of the network {network} apply to nothing: it is a part of one caller, whose key is a network of {} bits: \
@@ -379,6 +397,12 @@ impl Unknown {
             self.misses.report(&problem);
         }
     }
+}
+
+/// The plan that an outer layer has inserted.
+fn tier_of(request: &Parts) -> Option<&str> {
+    let Tier(name) = request.extensions.get()?;
+    Some(name)
 }
 
 /// The problem that these requests named no plan.
@@ -392,22 +416,10 @@ fn no_tier(requests: fmt::Arguments<'_>) -> String {
 
 impl PolicySelector for Tiers {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        if !self.callers.is_empty()
-            && let Some(own) = key.and_then(|key| self.callers.get(key))
+        if let Some(key) = key
+            && let Some(own) = self.policies_of_caller(key)
         {
             return own.clone();
-        }
-        if !self.networks.is_empty()
-            && let Some(caller) = key.and_then(|key| key.to_network())
-        {
-            if let Some(own) = self.networks.find(caller) {
-                return own.clone();
-            }
-            if caller.prefix_len() < caller.max_prefix_len()
-                && !self.unknown.narrow_reported.load(Relaxed)
-            {
-                self.unknown.report_narrow(&self.networks, caller);
-            }
         }
         let plans = self.plans.current();
         let name = (self.name)(request);
@@ -415,36 +427,38 @@ impl PolicySelector for Tiers {
             Some(_) => self.unknown.misses.found(),
             // Without plans, none is expected.
             None if plans.named.is_empty() => {}
+            // A request of the default plan may name none, so only many of them are suspicious.
             None => {
                 let misses = &self.unknown.misses;
                 misses.lasts(|| no_tier(format_args!("requests of the first ten minutes")));
                 misses.missed(|| no_tier(format_args!("first {} requests", Misses::REPORT_AT)));
             }
         }
-        match name.and_then(|name| plans.named.get(name)) {
-            Some(policies) => policies.clone(),
-            None => {
-                if let Some(name) = name
-                    && !self.unknown.reported.load(Relaxed)
-                {
-                    self.unknown.report(name, plans);
-                }
-                Some(plans.default.clone())
+        if let Some(name) = name {
+            if let Some(policies) = plans.named.get(name) {
+                return policies.clone();
+            }
+            if !self.unknown.reported.is_claimed() {
+                self.unknown.report(name, plans);
             }
         }
+        Some(plans.default.clone())
     }
 
     fn caller_without(&self, forms: KeyForms) -> Option<String> {
-        let impossible = |key: &&Key| !forms.has(KeyForms::of(key));
-        let callers = self.callers.keys().filter(impossible);
-        if let Some(key) = callers.min_by_key(|key| key.as_bytes()) {
+        let callers = self.callers.keys();
+        let impossible = callers.filter(|key| !forms.has(KeyForms::of(key)));
+        // The smallest one: a map has a random order, and all starts should report the same caller.
+        if let Some(key) = impossible.min_by_key(|key| key.as_bytes()) {
             let form = KeyForms::of(key);
             return Some(format!(
                 "the caller {key:?} of the `Tiers`, which is one of {form},"
             ));
         }
-        let is_possible = self.networks.is_empty() || forms.has(KeyForms::ADDRESS);
-        (!is_possible).then(|| "the networks of the `Tiers`".to_owned())
+        if self.networks.is_empty() || forms.has(KeyForms::ADDRESS) {
+            return None;
+        }
+        Some("the networks of the `Tiers`".to_owned())
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -56,10 +56,13 @@ impl Networks {
 
     /// Returns a network that has only a part of the addresses of `caller`.
     pub(super) fn narrower(&self, caller: IpNet) -> Option<IpNet> {
-        // Networks are in the order of their first addresses.
-        let after = self.policies.range((Excluded(caller), Unbounded));
-        let (network, _) = after.take(1).next()?;
-        caller.contains(network).then_some(*network)
+        // Networks are in the order of their first addresses, and then of their lengths: a part of the caller follows it.
+        let mut after = self.policies.range((Excluded(caller), Unbounded));
+        let (network, _) = after.next()?;
+        if !caller.contains(network) {
+            return None;
+        }
+        Some(*network)
     }
 
     #[cfg(feature = "serde")]
@@ -68,22 +71,24 @@ impl Networks {
     }
 }
 
+fn no_callers(network: IpNet, problem: &str) -> ConfigError {
+    ConfigError::new(format!(
+        "no callers are in the network \"{network}\": {problem}"
+    ))
+}
+
 /// Returns the network as keys have it.
 pub(super) fn valid(network: IpNet) -> Result<IpNet, ConfigError> {
-    let problem = |problem: String| {
-        Err(ConfigError::new(format!(
-            "no callers are in the network \"{network}\": {problem}"
-        )))
-    };
-    let (address, whole) = (network.addr(), network.trunc());
+    let address = network.addr();
+    let whole = network.trunc();
     if whole.addr() != address {
-        return problem(format!(
-            "it is an address within a network: use `{address}` or `{whole}`"
-        ));
+        let problem = format!("it is an address within a network: use `{address}` or `{whole}`");
+        return Err(no_callers(network, &problem));
     }
     match unmapped(network) {
         all if all.prefix_len() == 0 => {
-            problem("it covers every address: set the default policies instead".to_owned())
+            let problem = "it covers every address: set the default policies instead";
+            Err(no_callers(network, problem))
         }
         // The key of an embedded IPv4 address is that address.
         single if single.prefix_len() == single.max_prefix_len() => {

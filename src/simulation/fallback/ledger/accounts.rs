@@ -119,8 +119,10 @@ impl Account {
     /// An upper bound of the owed cost that has not expired. Includes the grants for requests
     /// without an answer, because the instance counts them together with the owed ones.
     pub(super) fn counts(&mut self, who: &Caller, now: u64) -> i64 {
+        let each = who.policies.iter().map(Policy::counts_for);
+        let counts_for = each.max().unwrap_or(0);
         // Twice the time, because the instance need not know the exact start of each charge.
-        let lifetime = 2 * who.policies.longest_count().unsigned_abs() / 1000;
+        let lifetime = 2 * counts_for.unsigned_abs() / 1000;
         let mut counts = 0;
         for grants in [&mut self.grants, &mut self.unanswered] {
             grants.retain(|(at, _)| at + lifetime >= now);

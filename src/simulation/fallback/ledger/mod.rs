@@ -128,7 +128,9 @@ impl Ledger {
         }
         let left = decision
             .verdicts()
-            .map(|(_, verdict)| Left::new(verdict, now))
+            .each
+            .iter()
+            .map(|verdict| Left::new(verdict, now))
             .collect();
         let news = Account {
             heard: Some(left),

@@ -16,7 +16,7 @@ use shown::{answered, nonsense};
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Outcome, Source};
+use crate::limit::{Check, Decision, Extra, Key, Mode, Outcome, Source};
 use crate::observe::{Observer, event};
 use crate::simulation::network::Shared;
 use crate::simulation::{Log, pick, shown, verdict};
@@ -295,7 +295,7 @@ impl WorldState {
             mode,
             cost,
             id,
-            of_older: !check.charged().is_empty(),
+            of_older: matches!(check.extra(), Some(Extra::Charged(each)) if !each.is_empty()),
             unasked: !asked || unsent,
             degraded: self.degraded[instance],
         };

@@ -1,6 +1,7 @@
 //! The requests to the primary store, and their outcomes.
 
 use super::*;
+use crate::simulation::in_redis;
 
 impl WorldState {
     /// A request is sent to the primary store. Returns its number and its fate.
@@ -192,7 +193,7 @@ impl WorldState {
             ..
         } = self.requests[request];
         self.requests[request].ran = true;
-        let decision = self.counts(&check).in_redis();
+        let decision = in_redis(self.counts(&check));
         let (mode, granted, id) = (check.mode(), decision.granted().into(), check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
         if let (Some(caller), Some(ask)) = (caller, ask) {

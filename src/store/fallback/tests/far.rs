@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::limit::Mode;
+use crate::store::charge_debt_of;
 use crate::store::fallback::recovery::announcements;
 use crate::util::instant;
 
@@ -65,7 +66,7 @@ impl Far {
 
     /// Lets another instance announce that it reconciles for `time`.
     pub(super) fn announce(&self, time: Duration) {
-        let check = Check::charge_debt_of(probe::KEY, &announcements(), time);
+        let check = charge_debt_of(probe::KEY, &announcements(), time);
         drop(self.counts.check(check));
     }
 

@@ -29,6 +29,7 @@ use super::{Fallback, Share};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::observe::{Observer, event};
+use crate::simulation::in_redis;
 use crate::store::{Answer, LocalStore, Store, probe};
 use crate::util::lock;
 
@@ -98,7 +99,7 @@ impl Store for Primary {
         }
         let decide = || match self.counts.check(check) {
             // Use the store's own clock, as Redis does.
-            Answer::Ready { answer } => Answer::ready(answer.map(Decision::in_redis)),
+            Answer::Ready { answer } => Answer::ready(answer.map(in_redis)),
             pending => pending,
         };
         Answer::pending(match &mut script.manner {
@@ -172,9 +173,7 @@ fn ann() -> Key {
 }
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
+    Policy::new("test", strategy, quota).unwrap().into()
 }
 
 fn unreachable() -> StoreError {

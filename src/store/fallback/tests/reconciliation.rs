@@ -215,9 +215,8 @@ async fn a_failed_reconciliation_risks_few_charges() {
 #[tokio::test(start_paused = true)]
 async fn each_list_of_policies_is_reconciled() {
     let (store, primary, _) = pair(1);
-    let [api, login] = ["api", "login"].map(|name| {
-        Policies::from(Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap())
-    });
+    let [api, login] = ["api", "login"]
+        .map(|name| Policies::from(Policy::new(name, Strategy::Gcra, "100/100d").unwrap()));
     open(&store, &primary).await;
     for policies in [&api, &login, &api] {
         assert!(ask(&store, take(policies, 7)).await.is_allowed());
@@ -233,9 +232,8 @@ async fn each_list_of_policies_is_reconciled() {
 #[tokio::test(start_paused = true)]
 async fn the_slowest_policy_decides_when_grants_expire() {
     let (store, primary, _) = pair(1);
-    let policy = |name, quota: &str| {
-        crate::limit::Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
-    };
+    let policy =
+        |name, quota: &str| crate::limit::Policy::new(name, Strategy::Gcra, quota).unwrap();
     let policies = Policies::new([policy("burst", "5/s"), policy("daily", "1000/100d")]).unwrap();
     open(&store, &primary).await;
     for _ in 0..10 {
@@ -369,9 +367,8 @@ async fn expired_accounts_make_room() {
 /// The debt of a policy has less room than the cost. Another policy is charged the whole cost.
 #[tokio::test(start_paused = true)]
 async fn cost_beyond_a_debt_is_reported_as_dropped() {
-    let policy = |name, quota: &str| {
-        crate::limit::Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
-    };
+    let policy =
+        |name, quota: &str| crate::limit::Policy::new(name, Strategy::SlidingLog, quota).unwrap();
     let low = || policy("low", "10/d");
     for other in [None, Some(policy("high", "1000/d"))] {
         let (store, primary, reconciled) = pair(1);

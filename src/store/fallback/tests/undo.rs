@@ -286,9 +286,8 @@ async fn another_instance_refunds_only_what_it_granted() {
 async fn a_refund_spares_a_later_window() {
     for align in [Align::default(), Align::FirstHit] {
         let (store, primary, _) = pair(1);
-        let of = |name, quota: &str| {
-            Policy::new(name, Strategy::FixedWindow(align), quota.parse().unwrap()).unwrap()
-        };
+        let of =
+            |name, quota: &str| Policy::new(name, Strategy::FixedWindow(align), quota).unwrap();
         let policies = Policies::new([of("short", "10/10s"), of("long", "1000/h")]).unwrap();
         open(&store, &primary).await;
         let first = take(&store, &policies, 5).await;

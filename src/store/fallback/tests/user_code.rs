@@ -11,6 +11,7 @@ use std::task::{Context, Wake as TaskWake, Waker};
 use super::far::{Far, cut, recovery, take};
 use super::*;
 use crate::limit::Mode;
+use crate::simulation::in_redis;
 use crate::store::{Backend, Hooks, Instances, Waiters};
 use crate::util::instant;
 use crate::waiters::Wake;
@@ -364,7 +365,7 @@ impl Store for Split {
             return Answer::pending(Box::pin(std::future::ready(Err(moving))));
         }
         let answer = self.0.check(check);
-        Answer::pending(Box::pin(async { answer.await.map(Decision::in_redis) }))
+        Answer::pending(Box::pin(async { answer.await.map(in_redis) }))
     }
 }
 
@@ -373,9 +374,7 @@ impl Store for Split {
 #[tokio::test(start_paused = true)]
 async fn a_reply_hides_no_grants_under_another_list() {
     let store = Fallback::new(Split::default(), LocalStore::default());
-    let policy = |name, quota: &str| {
-        Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
-    };
+    let policy = |name, quota: &str| Policy::new(name, Strategy::SlidingLog, quota).unwrap();
     let one: Policies = policy("a", "100/h").into();
     let two = Policies::new([policy("a", "100/h"), policy("b", "100000/h")]).unwrap();
     let (mut by_one, mut by_two) = (0, 0);

@@ -2,24 +2,30 @@
 //! that.
 
 use std::io;
-use std::sync::Arc;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use futures_util::future::select_ok;
+use futures_util::future::{Either, select, select_ok};
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
-use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
+use redis::{
+    AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, ProtocolVersion, RedisError,
+};
 use tokio::net::TcpStream;
+use tokio::time::{Instant, sleep};
 
-use super::errors::{STEPS, connecting_timed_out, error_of_greeting};
+use super::errors::{STEPS, error_of, error_of_line};
+use super::greeting::{greet, without_greeting};
 use super::login::{LoggedIn, Login};
 use super::names::{self, Host};
 use super::pool::Driven;
+use super::tls;
 use crate::error::{ErrorKind, StoreError};
-use crate::util::patient;
+use crate::util::{instant, lock, patient};
 
 #[derive(Debug)]
 pub(crate) struct Dialer {
@@ -27,24 +33,73 @@ pub(crate) struct Dialer {
     time: Duration,
     /// The name in the server's certificate, if it differs from the host.
     server_name: Option<String>,
+    /// The application's name for its connections.
+    client_name: Option<String>,
     /// The user and password, if they change. Otherwise they are in the settings of the server.
     login: Option<Arc<Login>>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
+    /// The last answer to the question why a server does not accept the greeting.
+    asked: Mutex<Option<Asked>>,
 }
+
+#[derive(Debug)]
+struct Asked {
+    server: ConnectionAddr,
+    at: Instant,
+    reason: Option<StoreError>,
+}
+
+/// Minimum interval between two questions to one server, which cost a connection each.
+const ASK_EVERY: Duration = Duration::from_secs(1);
 
 /// Idle time after which the system sends a TCP keep-alive probe: before NATs and load balancers
 /// drop a connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
 
+/// The beginning of a TLS greeting. Only a server with TLS responds, with an alert.
+const TLS_GREETING: &[u8] = b"\x16\x03\x01\0\x04\x01\0\0\0";
+/// The first byte of that alert.
+const TLS_ALERT: u8 = 0x15;
+
+/// The longest part of a server's reply that is read for its reason.
+const MAX_LINE: usize = 1024;
+
+/// A server to connect to.
+struct Target {
+    /// At its reachable address.
+    server: ConnectionInfo,
+    /// The name in the server's certificate, if it differs from the host.
+    name: Option<String>,
+}
+
+impl Target {
+    /// Replaces the host with the name in the certificate, against which redis-rs verifies it. The resolver still uses
+    /// the real one.
+    fn named(&self) -> ConnectionInfo {
+        match (&self.name, self.server.addr()) {
+            (Some(name), ConnectionAddr::TcpTls { port, .. }) => {
+                with_address(&self.server, name, *port)
+            }
+            _ => self.server.clone(),
+        }
+    }
+}
+
 impl Dialer {
     /// Creates a dialer whose connections take at most `time`.
-    pub(crate) fn new(time: Duration, server_name: Option<String>) -> Self {
+    pub(crate) fn new(
+        time: Duration,
+        server_name: Option<String>,
+        client_name: Option<String>,
+    ) -> Self {
         Self {
             time,
             server_name,
+            client_name,
             login: None,
             connected: AtomicBool::new(false),
+            asked: Mutex::default(),
         }
     }
 
@@ -55,23 +110,41 @@ impl Dialer {
 
     /// Opens a connection to a server.
     pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let connection = match &self.login {
-            Some(login) => self.log_in(login, server).await,
-            None => self.dial_as(server).await,
-        };
-        connection.map_err(|error| error.with_server(server.addr()))
+        self.dial_at(server, None).await
     }
 
-    /// Opens a connection with the newest credentials. If the server rejects them, tries once more with newer ones.
-    async fn log_in(
+    /// Opens a connection to a server that is reached at another address than the one it announces. Its certificate has
+    /// the announced name.
+    pub(crate) async fn dial_at(
         &self,
-        login: &Arc<Login>,
-        server: &ConnectionInfo,
+        announced: &ConnectionInfo,
+        reached: Option<(String, u16)>,
     ) -> Result<Driven, StoreError> {
+        let mut target = Target {
+            server: announced.clone(),
+            name: self.server_name.clone(),
+        };
+        let mut shown = announced.addr().to_string();
+        if let Some((host, port)) = &reached {
+            shown = format!("{shown} (reached at {host}:{port})");
+            if let ConnectionAddr::TcpTls { host, .. } = announced.addr() {
+                target.name.get_or_insert_with(|| host.clone());
+            }
+            target.server = with_address(announced, host, *port);
+        }
+        let opened = match &self.login {
+            Some(login) => self.log_in(login, target).await,
+            None => self.dial_as(&target).await,
+        };
+        opened.map_err(|error| error.with_server(shown))
+    }
+
+    /// Opens a connection with the newest credentials. If the server rejects them, uses newer ones.
+    async fn log_in(&self, login: &Arc<Login>, mut target: Target) -> Result<Driven, StoreError> {
         let mut issued = login.credentials().await?;
         loop {
-            let server = issued.apply(server);
-            match self.dial_as(&server).await {
+            target.server = issued.apply(&target.server);
+            match self.dial_as(&target).await {
                 Ok(mut connection) => {
                     connection.login = Some(LoggedIn::new(login, issued));
                     return Ok(connection);
@@ -88,27 +161,37 @@ impl Dialer {
     }
 
     /// Opens a connection with the credentials in these settings.
-    async fn dial_as(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let connection = match self.connected.load(Relaxed) {
-            true => self
-                .open(server)
-                .await
-                .map_err(|error| error_of_greeting(&error, server)),
-            false => self.open_first(server).await,
+    async fn dial_as(&self, target: &Target) -> Result<Driven, StoreError> {
+        let opened = match self.connected.load(Relaxed) {
+            true => self.open(target).await,
+            false => self.open_first(target).await,
         };
-        self.connected.fetch_or(connection.is_ok(), Relaxed);
-        connection
+        self.connected.fetch_or(opened.is_ok(), Relaxed);
+        opened
     }
 
-    async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
-        // Disable redis-rs's own timeouts: the callers of `dial` and of commands have theirs.
-        let mut config = AsyncConnectionConfig::new()
-            .set_connection_timeout(None)
-            .set_response_timeout(None);
-        if let ConnectionAddr::Tcp(host, port) = server.addr() {
-            let stream = connect(host, *port, server.tcp_settings(), self.time / 4).await?;
-            let opening =
-                MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
+    /// Opens a connection, and asks for the reason if the server does not accept its greeting.
+    async fn open(&self, target: &Target) -> Result<Driven, StoreError> {
+        let connected = self.connect(target).await;
+        let mut opened = connected.map_err(|error| error_of(&error))?;
+        let name = self.client_name.as_deref();
+        match greet(&mut opened, target.server.redis_settings(), name).await {
+            Ok(()) => Ok(opened),
+            Err(error) if may_be_explained(&error) => {
+                drop(opened);
+                Err(self.reason(target).await.unwrap_or(error))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Connects without a greeting.
+    async fn connect(&self, target: &Target) -> Result<Driven, RedisError> {
+        let mut config = without_timeouts();
+        if let ConnectionAddr::Tcp(host, port) = target.server.addr() {
+            let stream = connect(host, *port, target.server.tcp_settings(), self.time / 4).await?;
+            let settings = without_greeting();
+            let opening = MultiplexedConnection::new_with_config(&settings, stream, config);
             let (connection, driver) = opening.await?;
             return Ok(Driven {
                 connection,
@@ -116,16 +199,11 @@ impl Dialer {
                 login: None,
             });
         }
-        if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
+        if let ConnectionAddr::TcpTls { host, .. } = target.server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
         }
-        // Redis-rs verifies the certificate against the host, so replace the host; the resolver
-        // still uses the real one.
-        let named = match (&self.server_name, server.addr()) {
-            (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
-            _ => server.clone(),
-        };
-        let connection = Client::open(named)?
+        let server = target.named().set_redis_settings(without_greeting());
+        let connection = Client::open(server)?
             .get_multiplexed_async_connection_with_config(&config)
             .await?;
         Ok(Driven {
@@ -135,74 +213,129 @@ impl Dialer {
         })
     }
 
-    /// Connects for the first time, and detects a mismatch of TLS. A Redis without TLS takes a TLS
-    /// greeting for the start of a command, and waits for the rest. A Redis with TLS closes a
-    /// connection without it. Only after a failed or timed-out handshake, a second connection
-    /// probes the other protocol. A quarter of the time is reserved for that.
-    async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let opened = match server.addr() {
-            ConnectionAddr::TcpTls { host, port, .. } => {
-                let time = self.time - self.time / 4;
-                match patient(time, STEPS, self.open(server)).await {
-                    Ok(opened) => opened,
-                    Err(_)
-                        if self
-                            .replies_with(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply))
-                            .await =>
-                    {
-                        let reason = "the server does not use TLS on this port: use `redis://`, or its TLS port";
-                        return Err(StoreError::explained(ErrorKind::Tls, reason));
-                    }
-                    Err(_) => return Err(connecting_timed_out()),
-                }
-            }
-            ConnectionAddr::Tcp(host, port) => match self.open(server).await {
-                // An incomplete TLS greeting: only a server with TLS responds, with an alert.
-                Err(error)
-                    if error.is_io_error()
-                        && !error.is_connection_refusal()
-                        && self
-                            .replies_with(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| {
-                                reply == 0x15
-                            })
-                            .await =>
-                {
-                    return Err(StoreError::new(ErrorKind::TlsRequired));
-                }
-                opened => opened,
-            },
-            _ => self.open(server).await,
+    /// Connects for the first time. If that takes long, asks at the same time why the server does not reply.
+    async fn open_first(&self, target: &Target) -> Result<Driven, StoreError> {
+        let opening = pin!(self.open(target));
+        let opening = match select(opening, pin!(sleep(self.time / 4))).await {
+            Either::Left((opened, _)) => return opened,
+            Either::Right(((), opening)) => opening,
         };
-        opened.map_err(|error| error_of_greeting(&error, server))
+        match select(opening, pin!(self.reason_of_silence(target))).await {
+            Either::Left((opened, _)) => opened,
+            Either::Right((Some(reason), _)) => Err(reason),
+            Either::Right((None, opening)) => opening.await,
+        }
     }
 
-    /// Sends these bytes to a server, and returns `true` if the first byte of its reply is as
-    /// expected.
-    async fn replies_with(
-        &self,
-        host: &str,
-        port: u16,
-        bytes: &[u8],
-        expected: impl Fn(u8) -> bool,
-    ) -> bool {
-        let asking = async {
-            let stream = TcpStream::connect(&*names::addresses(host, port).await.ok()?)
-                .await
-                .ok()?;
-            stream.writable().await.ok()?;
-            stream.try_write(bytes).ok()?;
-            let mut reply = [0];
-            loop {
-                stream.readable().await.ok()?;
-                match stream.try_read(&mut reply) {
-                    Ok(1) => return Some(reply[0]),
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                    _ => return None,
+    /// Returns the reason that the server gives for its refusal, which is asked for once a second.
+    async fn reason(&self, target: &Target) -> Option<StoreError> {
+        if let Some(asked) = &*lock(&self.asked)
+            && asked.server == *target.server.addr()
+            && asked.at.elapsed() < ASK_EVERY
+        {
+            return asked.reason.clone();
+        }
+        let reason = self.ask_for_reason(target).await;
+        *lock(&self.asked) = Some(Asked {
+            server: target.server.addr().clone(),
+            at: instant(),
+            reason: reason.clone(),
+        });
+        reason
+    }
+
+    /// Opens another connection, on which the server may say why it serves nobody. That connection sends no password, which
+    /// the server might repeat.
+    async fn ask_for_reason(&self, target: &Target) -> Option<StoreError> {
+        match target.server.addr() {
+            ConnectionAddr::Tcp(host, port) => {
+                let line = self.first_line(host, *port, TLS_GREETING).await?;
+                match line.first() {
+                    Some(&TLS_ALERT) => Some(StoreError::new(ErrorKind::TlsRequired)),
+                    Some(b'-') => error_of_line(&String::from_utf8_lossy(&line[1..])),
+                    _ => None,
                 }
             }
-        };
-        matches!(patient(self.time / 4, STEPS, asking).await, Ok(Some(reply)) if expected(reply))
+            ConnectionAddr::TcpTls { host, .. } => self.reason_over_tls(target, host).await,
+            _ => None,
+        }
     }
+
+    /// Over TLS, only redis-rs can read what the server says: as the reply to its own greeting.
+    async fn reason_over_tls(&self, target: &Target, host: &str) -> Option<StoreError> {
+        let config = without_timeouts().set_dns_resolver(Host(host.to_owned()));
+        let hello = without_greeting().set_protocol(ProtocolVersion::RESP3);
+        let client = Client::open(target.named().set_redis_settings(hello)).ok()?;
+        let opening = client.get_multiplexed_async_connection_with_config(&config);
+        let opened = patient(self.time / 4, STEPS, opening).await.ok()?;
+        let error = opened.err()?;
+        // The alert of a server that wants a certificate may come between the handshake and the greeting.
+        if tls::problem(&error).is_some() {
+            return Some(error_of(&error));
+        }
+        let code = error.code()?;
+        error_of_line(&format!("{code} {}", error.detail().unwrap_or_default()))
+    }
+
+    /// Returns the reason why a server does not reply. A Redis without TLS takes a TLS greeting for the start of a command,
+    /// and waits for the rest.
+    async fn reason_of_silence(&self, target: &Target) -> Option<StoreError> {
+        let ConnectionAddr::TcpTls { host, port, .. } = target.server.addr() else {
+            return self.reason(target).await;
+        };
+        let line = self.first_line(host, *port, b"PING\r\n").await?;
+        b"+-".contains(&line[0]).then(|| {
+            let reason =
+                "the server does not use TLS on this port: use `redis://`, or its TLS port";
+            StoreError::explained(ErrorKind::Tls, reason)
+        })
+    }
+
+    /// Sends these bytes to a server, without TLS, and returns the first line that it sends: at least one byte.
+    async fn first_line(&self, host: &str, port: u16, bytes: &[u8]) -> Option<Vec<u8>> {
+        let asking = async {
+            let addresses = names::addresses(host, port).await.ok()?;
+            let stream = TcpStream::connect(&*addresses).await.ok()?;
+            stream.writable().await.ok()?;
+            // The server may have closed the connection already, and what it sent is still there.
+            let _ = stream.try_write(bytes);
+            read_line(&stream).await
+        };
+        patient(self.time / 4, STEPS, asking).await.ok().flatten()
+    }
+}
+
+/// Redis-rs has timeouts of its own. The callers of `dial` and of commands have theirs instead.
+fn without_timeouts() -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new()
+        .set_connection_timeout(None)
+        .set_response_timeout(None)
+}
+
+/// Returns `true` if the server may have said why it does not accept the greeting.
+fn may_be_explained(error: &StoreError) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Unreachable | ErrorKind::NotReady | ErrorKind::Refused
+    )
+}
+
+/// Reads up to the end of a line, of the stream, or of [`MAX_LINE`].
+async fn read_line(stream: &TcpStream) -> Option<Vec<u8>> {
+    let mut line = vec![];
+    let mut buffer = [0; MAX_LINE];
+    while line.len() < MAX_LINE && !line.contains(&b'\n') && line.first() != Some(&TLS_ALERT) {
+        stream.readable().await.ok()?;
+        match stream.try_read(&mut buffer[..MAX_LINE - line.len()]) {
+            Ok(length @ 1..) => line.extend_from_slice(&buffer[..length]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            _ => break,
+        }
+    }
+    if let Some(end) = line.iter().position(|byte| b"\r\n".contains(byte)) {
+        line.truncate(end);
+    }
+    (!line.is_empty()).then_some(line)
 }
 
 /// Opens a TCP stream without TLS, as redis-rs would. Begins again after `time`: the system sends a lost packet again

@@ -8,7 +8,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::script::no_command;
 use crate::util::patient;
 use futures_util::FutureExt;
-use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
+use redis::{ErrorKind as Kind, RedisConnectionInfo, RedisError, ServerErrorKind};
 
 const NO_LOGIN: &str = "the server requires a password: add it to the URL, as in `redis://:password@host/`, or \
                         `redis://user:password@host/`; that of sentinels as `?sentinel_password=password`";
@@ -79,21 +79,75 @@ fn lacks_login(error: &RedisError) -> bool {
     error.code() == Some("NOAUTH") || detail.contains("unauthenticated")
 }
 
-/// Converts an error of the login or of the protocol negotiation.
-pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> StoreError {
-    let greeting = server.redis_settings();
+/// Converts an error of a connection's greeting.
+pub(super) fn error_of_greeting(error: &RedisError, settings: &RedisConnectionInfo) -> StoreError {
     let result = error_of(error);
-    // `HELLO` contains the password, which the server's error might repeat.
-    if error.is_io_error()
-        || greeting.password().is_none()
-        || greeting.protocol() == ProtocolVersion::RESP2
-    {
+    // The greeting contains the password, which the server's error might repeat.
+    if error.is_io_error() || settings.password().is_none() {
         return result;
     }
     StoreError::explained(
         result.kind(),
         format!("its reply to the greeting: {}", error.category()),
     )
+}
+
+/// Maximum length of a server's line in an error, in bytes.
+const MAX_LINE: usize = 200;
+
+/// Returns the error of a server that replies to anyone with this error line. `None` if it only wants a login or another
+/// command.
+pub(super) fn error_of_line(line: &str) -> Option<StoreError> {
+    let (code, text) = line.split_once(' ').unwrap_or((line, ""));
+    let is_of_command = [
+        "unknown command",
+        "Protocol error",
+        "wrong number of arguments",
+    ]
+    .iter()
+    .any(|words| text.contains(words));
+    if matches!(code, "NOAUTH" | "NOPERM" | "WRONGPASS" | "NOPROTO") || is_of_command {
+        return None;
+    }
+    let shown = escaped(line);
+    let (kind, what, fix) = match code {
+        "LOADING" | "MASTERDOWN" => (ErrorKind::NotReady, "is not ready", "wait until it is"),
+        "DENIED" => (
+            ErrorKind::Unreachable,
+            "closes the connection",
+            "set a password on the server and in the URL, or `protected-mode no`",
+        ),
+        _ if text.contains("max number of clients") => (
+            ErrorKind::Unreachable,
+            "closes the connection",
+            "raise its `maxclients`, or close some of its connections",
+        ),
+        _ => (
+            ErrorKind::Unreachable,
+            "closes the connection",
+            "see its configuration and its log",
+        ),
+    };
+    let message = format!("the server {what} (`{shown}`): {fix}");
+    Some(StoreError::new(kind).with_message(message))
+}
+
+/// Returns a server's line for an error: without control characters, and of at most [`MAX_LINE`] bytes.
+fn escaped(line: &str) -> String {
+    let mut shown = String::new();
+    for c in line.chars() {
+        let length = shown.len();
+        if c.is_control() {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+        if shown.len() > MAX_LINE {
+            shown.truncate(length);
+            break;
+        }
+    }
+    shown
 }
 
 /// Number of graces for a reply: enough for the task that reads it, and for the task that awaits it.

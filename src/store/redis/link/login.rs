@@ -5,8 +5,8 @@
 //!
 //! Redis keeps a connection authenticated when a password changes, but drops it with its user, and some managed services
 //! drop it when its token expires. So each connection sends `AUTH` in front of its next batch once there are newer
-//! credentials, and the pool does so for idle ones. A server that rejects `AUTH` leaves the connection as it was, so the
-//! batch behind it is decided.
+//! credentials, and the pool does so for idle ones. A server that rejects `AUTH` keeps the former login, and
+//! decides the batch behind it.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -59,7 +59,7 @@ struct LoginState {
     renew_at: Option<Instant>,
     /// The time until which a new connection may use the newest credentials without a call.
     expires_at: Option<Instant>,
-    /// The error of a renewal that nobody has reported yet.
+    /// The error of a failed renewal, until it is reported.
     unreported: Option<StoreError>,
 }
 
@@ -69,7 +69,7 @@ struct LastCall {
     error: Option<StoreError>,
 }
 
-/// What a new connection does next.
+/// The next step of a new connection.
 enum LoginStep {
     Use(Arc<Issued>),
     Fail(StoreError),
@@ -94,8 +94,8 @@ impl Login {
         })
     }
 
-    /// Returns the credentials of a new connection. Those that a server has rejected are returned too, if the source has
-    /// no others: another server may accept them.
+    /// Returns the credentials of a new connection. Rejected ones are returned too, if the source has no others: another
+    /// server may accept them.
     ///
     /// # Errors
     ///
@@ -113,7 +113,7 @@ impl Login {
         }
     }
 
-    /// What a connection does that has waited for credentials `since` this time. Begins a call if one is needed.
+    /// Returns the next step of a connection that waits for credentials `since` this time. Begins a call if one is needed.
     fn next(self: &Arc<Self>, since: Instant) -> LoginStep {
         let now = instant();
         let newest = self.newest.borrow().clone();
@@ -143,7 +143,7 @@ impl Login {
         LoginStep::Wait
     }
 
-    /// Waits for the end of a call, or until the credentials are to be renewed, which it then begins.
+    /// Waits for the end of a call, or for the time of a renewal, which it then begins.
     pub(crate) async fn renew(self: &Arc<Self>, calls: &mut LoginCalls) {
         let due = {
             let state = lock(&self.state);
@@ -359,7 +359,7 @@ pub(crate) struct LoggedIn {
 
 impl LoggedIn {
     pub(super) fn new(login: &Arc<Login>, with: Arc<Issued>) -> Self {
-        // Whatever was issued since `with` counts as newer.
+        // Newer credentials may have been issued since.
         let mut calls = login.calls();
         calls.mark_changed();
         Self {
@@ -369,7 +369,7 @@ impl LoggedIn {
         }
     }
 
-    /// Returns the command that authenticates the connection anew, if there are newer credentials.
+    /// Returns the command that sends newer credentials, if there are any.
     pub(super) fn due(&mut self) -> Option<Cmd> {
         if !self.calls.has_changed().unwrap_or(false) {
             return None;
@@ -386,5 +386,196 @@ impl LoggedIn {
     pub(super) fn reject(&self) -> StoreError {
         self.with.reject();
         self.login.rejection()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::thread;
+
+    use futures_util::future::join_all;
+    use tokio::runtime::{Builder, Runtime};
+    use tokio::time::{advance, sleep, timeout};
+
+    use super::*;
+
+    const TIME: Duration = Duration::from_secs(20);
+
+    impl Login {
+        /// Calls the source, and waits for the end of the call.
+        pub(crate) async fn renew_now(self: &Arc<Self>) {
+            let mut calls = self.calls();
+            let now = instant();
+            assert!(lock(&self.state).begin(now, self.patience));
+            self.call(now);
+            calls.changed().await.unwrap();
+        }
+    }
+
+    /// A login whose source returns its number of calls as the password.
+    fn counting(validity: Option<Duration>) -> Arc<Login> {
+        let calls = AtomicUsize::new(0);
+        let source = CredentialSource::closure(move || {
+            let number = calls.fetch_add(1, SeqCst) + 1;
+            async move {
+                let credentials = Credentials::new("", number.to_string());
+                Ok(match validity {
+                    Some(validity) => credentials.valid_for(validity),
+                    None => credentials,
+                })
+            }
+        });
+        Login::new(source, "", TIME)
+    }
+
+    /// Returns the number of the call that a new connection uses.
+    async fn number(login: &Arc<Login>) -> usize {
+        let issued = login.credentials().await.unwrap();
+        issued.credentials.password().parse().unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_begin_a_second_apart() {
+        let login = counting(None);
+        assert_eq!(number(&login).await, 1);
+        for _ in 0..3 {
+            advance(MIN_INTERVAL / 4).await;
+            assert_eq!(number(&login).await, 1);
+        }
+        advance(MIN_INTERVAL / 4).await;
+        assert_eq!(number(&login).await, 2, "each connection calls it");
+        login.credentials().await.unwrap().reject();
+        advance(MIN_INTERVAL / 2).await;
+        assert_eq!(number(&login).await, 2, "too early for another call");
+        advance(MIN_INTERVAL).await;
+        assert_eq!(number(&login).await, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn valid_credentials_are_kept_unless_rejected() {
+        let login = counting(Some(TIME));
+        assert_eq!(number(&login).await, 1);
+        advance(TIME - Duration::from_millis(1)).await;
+        assert_eq!(number(&login).await, 1);
+        advance(Duration::from_millis(1)).await;
+        assert_eq!(number(&login).await, 2);
+        advance(MIN_INTERVAL).await;
+        login.credentials().await.unwrap().reject();
+        assert_eq!(number(&login).await, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_fifth_before_their_end_they_are_renewed() {
+        let login = counting(Some(TIME));
+        assert_eq!(number(&login).await, 1);
+        let since = instant();
+        let mut calls = login.calls();
+        // Begins the call, and waits for its end.
+        for _ in 0..2 {
+            login.renew(&mut calls).await;
+        }
+        assert_eq!(number(&login).await, 2);
+        let after = since.elapsed();
+        assert!(after >= TIME * 4 / 5, "{after:?}");
+        assert!(
+            after < TIME * 4 / 5 + Duration::from_millis(10),
+            "{after:?}"
+        );
+    }
+
+    fn runtime() -> Runtime {
+        Builder::new_current_thread().enable_all().build().unwrap()
+    }
+
+    /// Waiters on several runtimes share a call.
+    #[test]
+    fn one_call_runs_for_all_runtimes() {
+        let made = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&made);
+        let source = CredentialSource::closure(move || {
+            let count = Arc::clone(&count);
+            async move {
+                count.fetch_add(1, SeqCst);
+                sleep(Duration::from_millis(200)).await;
+                Ok(Credentials::new("", "hunter2"))
+            }
+        });
+        let login = Login::new(source, "", TIME);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    runtime().block_on(async {
+                        let waiters = (0..8).map(|_| login.credentials());
+                        for issued in join_all(waiters).await {
+                            issued.unwrap();
+                        }
+                    });
+                });
+            }
+        });
+        assert_eq!(made.load(SeqCst), 1);
+    }
+
+    /// A runtime that shuts down during a call takes it along.
+    #[test]
+    fn a_call_outlives_no_runtime() {
+        let calls = AtomicUsize::new(0);
+        let source = CredentialSource::closure(move || {
+            let hangs = calls.fetch_add(1, SeqCst) == 0;
+            async move {
+                if hangs {
+                    pending::<()>().await;
+                }
+                Ok(Credentials::new("", "hunter2"))
+            }
+        });
+        let login = Login::new(source, "", TIME);
+        let (first, second) = (runtime(), runtime());
+        first.block_on(async {
+            assert!(login.credentials().now_or_never().is_none());
+            tokio::task::yield_now().await;
+        });
+        drop(first);
+        second.block_on(async {
+            let issued = timeout(TIME, login.credentials()).await;
+            issued.expect("another call").unwrap();
+        });
+    }
+
+    /// A runtime that stalls keeps the others waiting for twice the time of a call at most.
+    #[tokio::test(start_paused = true)]
+    async fn a_stalled_call_is_replaced() {
+        let login = counting(None);
+        let now = instant();
+        assert!(lock(&login.state).begin(now, login.patience));
+        assert!(login.credentials().now_or_never().is_none());
+        advance(login.patience * 2).await;
+        let number = timeout(TIME, number(&login)).await;
+        assert_eq!(number, Ok(1), "another call");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_renewal_is_reported_once() {
+        let calls = AtomicUsize::new(0);
+        let source = CredentialSource::closure(move || {
+            let fails = calls.fetch_add(1, SeqCst) > 0;
+            async move {
+                if fails {
+                    return Err("the vault is sealed".into());
+                }
+                Ok(Credentials::new("", "hunter2").valid_for(MIN_INTERVAL))
+            }
+        });
+        let login = Login::new(source, "", TIME);
+        login.credentials().await.unwrap();
+        assert!(login.take_failure().is_none());
+        advance(MIN_INTERVAL).await;
+        login.credentials().await.unwrap();
+        let error = login.take_failure().unwrap();
+        let cause = std::error::Error::source(&error).unwrap().to_string();
+        assert_eq!(cause, "the vault is sealed");
+        assert!(login.take_failure().is_none());
     }
 }

@@ -3,6 +3,7 @@
 
 mod dial;
 mod errors;
+mod greeting;
 mod login;
 mod names;
 mod pool;
@@ -10,6 +11,7 @@ mod tls;
 
 pub(super) use dial::{Dialer, kept_alive, with_address};
 pub(super) use errors::{STEPS, error_of, not_run, within};
+pub(super) use greeting::check_client_name;
 pub(super) use login::Login;
 pub(super) use pool::{Connect, Driven, Epoch, Link, Pool, Replies, Times};
 pub(super) use tls::Tls;

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use bb8_redis::bb8;
 use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, Either, Fuse, FusedFuture, select};
+use futures_util::future::{BoxFuture, Either, Fuse, FusedFuture, join_all, select};
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
@@ -223,12 +223,15 @@ impl<C: Connect> Pool<C> {
         };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
+            // `find_working` examines each connection, also the spare one, and pings only those that were idle.
             .test_on_check_out(false)
+            // bb8 would keep the reason from the checkouts that wait, and ignore the pauses of `Backoff`.
             .retry_connection(false)
             // A checkout limits its time itself, and so does a connection.
             .connection_timeout(times.connect.saturating_mul(100))
-            // Disables bb8's background task.
+            // A check would have to wait until a closed connection is replaced.
             .idle_timeout(None)
+            // Newer credentials go over the open connection, so none is closed for its age.
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
@@ -586,8 +589,8 @@ impl Connection {
         replies_within(time, pin!(self.send(commands))).await
     }
 
-    /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies. Newer credentials go first, in
-    /// the same write.
+    /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
+    /// Newer credentials are sent before them, in the same write.
     async fn send(
         &mut self,
         mut commands: SmallVec<[(bool, Cmd); 1]>,
@@ -736,6 +739,17 @@ impl Driven {
         drive(&mut self.driver, request).await
     }
 
+    /// Sends these commands together; returns the reply or the error of each. Other than with a pipeline, no error is lost
+    /// if the connection ends before all replies have arrived.
+    pub(super) async fn send_each(&mut self, commands: &[Cmd]) -> Vec<Result<Value, RedisError>> {
+        let mut requests = vec![];
+        for command in commands {
+            let mut connection = self.connection.clone();
+            requests.push(async move { connection.send_packed_command(command).await });
+        }
+        drive(&mut self.driver, pin!(unconstrained(join_all(requests)))).await
+    }
+
     /// Sends a pipeline; returns the replies to all its commands.
     pub(crate) async fn send_packed_commands(
         &mut self,
@@ -790,7 +804,8 @@ mod tests {
     use tokio::sync::{mpsc, oneshot};
 
     use super::*;
-    use crate::store::redis::link::Dialer;
+    use crate::store::redis::credentials::{CredentialSource, Credentials};
+    use crate::store::redis::link::{Dialer, Login};
     use crate::support::RedisServer;
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -803,7 +818,7 @@ mod tests {
 
     impl Connect for InEpoch {
         async fn connect(&self) -> Result<Link, StoreError> {
-            let dialer = Dialer::new(PATIENCE, None);
+            let dialer = Dialer::new(PATIENCE, None, None);
             Ok(Link {
                 inner: dialer.dial(&self.server).await?,
                 epoch: Some(Epoch {
@@ -840,6 +855,75 @@ mod tests {
         assert!(lock(&pool.spare).is_some());
         current.fetch_add(1, Ordering::Release);
         assert_ne!(id().await, first);
+    }
+
+    /// Connects with credentials that change.
+    struct WithLogin {
+        server: redis::ConnectionInfo,
+        dialer: Dialer,
+    }
+
+    impl Connect for WithLogin {
+        async fn connect(&self) -> Result<Link, StoreError> {
+            Ok(Link {
+                inner: self.dialer.dial(&self.server).await?,
+                epoch: None,
+            })
+        }
+    }
+
+    /// Returns the user of a connection, and its id.
+    async fn user_and_id(pool: &Pool<WithLogin>) -> (Value, Value) {
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let whoami = redis::cmd("ACL").arg("WHOAMI").take();
+        let user = connection.ask(whoami, PATIENCE).await.unwrap();
+        let id = redis::cmd("CLIENT").arg("ID").take();
+        let id = connection.ask(id, PATIENCE).await.unwrap();
+        pool.give_back(connection);
+        (user, id)
+    }
+
+    /// Newer credentials take effect with the next command. If the server rejects them, that command has its reply, and
+    /// the connection is replaced.
+    #[tokio::test]
+    async fn newer_credentials_go_in_front_of_a_command() {
+        let server = RedisServer::start();
+        for user in ["a", "b"] {
+            let rule = format!("ACL SETUSER {user} on >hunter2 ~* +@all");
+            let _: String = server.command(&rule).await;
+        }
+        let calls = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&calls);
+        let source = CredentialSource::closure(move || {
+            let user = ["a", "b", "unknown", "a"][count.fetch_add(1, Ordering::SeqCst)];
+            async move { Ok(Credentials::new(user, "hunter2").valid_for(PATIENCE)) }
+        });
+        let login = Login::new(source, "", PATIENCE);
+        let dialer = Dialer::new(PATIENCE, None, None).with_login(Some(Arc::clone(&login)));
+        let to = WithLogin {
+            server: server.url().into_connection_info().unwrap(),
+            dialer,
+        };
+        let times = Times {
+            connect: PATIENCE,
+            ping: PATIENCE,
+        };
+        let pool = Pool::new(to, 1, times);
+        let text = |text: &str| Value::BulkString(text.into());
+        let (user, first) = user_and_id(&pool).await;
+        assert_eq!(user, text("a"));
+        login.renew_now().await;
+        assert_eq!(user_and_id(&pool).await, (text("b"), first.clone()));
+        login.renew_now().await;
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let whoami = redis::cmd("ACL").arg("WHOAMI").take();
+        let user = connection.ask(whoami, PATIENCE).await.unwrap();
+        assert_eq!(user, text("b"), "the command behind a rejected login");
+        pool.give_back(connection);
+        login.renew_now().await;
+        let (user, second) = user_and_id(&pool).await;
+        assert_eq!(user, text("a"));
+        assert_ne!(first, second);
     }
 
     /// No wake-up is lost, whether it arrives before, during or after the poll.

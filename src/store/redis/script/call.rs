@@ -6,11 +6,12 @@ use std::slice;
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
+use super::count;
 use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
-    Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
-    Writer,
+    Check, EachCharge, Extra, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict,
+    Verdicts, Writer,
 };
 use crate::store::probe;
 
@@ -50,11 +51,11 @@ pub(super) struct Plan {
     charged: EachCharge,
 }
 
-/// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
+/// The parameters of a plan that are cheap to compare. Two lists of policies may share an id by chance, so
 /// [`Plan::matches`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct PlanKey {
-    identity: u64,
+    list: u64,
     mode: Mode,
     cost: u32,
     with_id: bool,
@@ -72,16 +73,27 @@ pub(super) struct Entry {
     times: i64,
 }
 
+/// Returns the charge that a refund returns, under each policy; empty for a charge made just before.
+fn charged(check: &Check) -> &[PolicyCharge] {
+    match check.extra() {
+        Some(Extra::Charged(charged)) => charged,
+        _ => &[],
+    }
+}
+
 impl PlanKey {
     pub(super) fn of(check: &Check) -> Self {
         Self {
-            identity: check.policies().identity(),
+            list: check.policies().id(),
             mode: check.mode(),
             cost: check.cost(),
             with_id: check.id().is_some(),
             within: check.within(),
-            age: check.charged_under(0).age,
-            recorded: check.recorded(),
+            age: charged(check).first().map_or(0, |charge| charge.age),
+            recorded: match check.extra() {
+                Some(Extra::Recorded(_, granted)) => Some(*granted),
+                _ => None,
+            },
         }
     }
 }
@@ -91,14 +103,12 @@ impl Plan {
         Self {
             key,
             policies: check.policies().clone(),
-            charged: EachCharge::from_slice(check.charged()),
+            charged: EachCharge::from_slice(charged(check)),
         }
     }
 
     fn matches(&self, key: PlanKey, check: &Check) -> bool {
-        self.key == key
-            && self.policies.is(check.policies())
-            && self.charged[..] == *check.charged()
+        self.key == key && self.policies == *check.policies() && self.charged[..] == *charged(check)
     }
 
     /// The policy, if the check is a take without an id under one meter that drains every microsecond.
@@ -159,7 +169,8 @@ impl Plan {
     /// The number after the cost. `lua/call.lua` describes it.
     fn number(&self) -> i64 {
         if self.key.with_id {
-            return self.policies.longest_period();
+            let periods = self.policies.iter().map(|policy| policy.params().period);
+            return periods.max().unwrap_or(0);
         }
         match self.key.mode {
             Mode::Refund if self.charged_under(0).is_turn => -1,
@@ -196,25 +207,28 @@ impl Plan {
         if at < 0 {
             return Err(failure(at));
         }
-        let policy = self.taken_from_meter().ok_or_else(protocol)?;
+        let Some(policy) = self.taken_from_meter() else {
+            return Err(protocol());
+        };
         let full = policy.params().full;
         let ticks = self.ticks_under(policy);
         // A level after the take, if that is the only one and was charged. Otherwise -1 minus the level before the first.
         let was_charged = level >= 0;
-        let mut before = if was_charged {
+        let before_first = if was_charged {
             level - ticks
         } else {
             -1 - level
         };
-        let fits = ticks > 0 && before + ticks <= full;
-        let is_exact = EXACT.contains(&at) && EXACT.contains(&before);
-        if !is_exact || was_charged != (fits && times == 1) {
+        let fits = ticks > 0 && before_first + ticks <= full;
+        let is_only_grant = fits && times == 1;
+        let is_exact = EXACT.contains(&at) && EXACT.contains(&before_first);
+        if !is_exact || was_charged != is_only_grant {
             return Err(protocol());
         }
         if let Some(number) = number_of(answer) {
             let of_writer = of_writers.get(number - 1).ok_or_else(protocol)?;
-            let is_allowed = before + ticks <= full;
-            let verdict = self.read_times(policy, of_writer, before, is_allowed)?;
+            let is_allowed = before_first + ticks <= full;
+            let verdict = self.read_times(policy, of_writer, before_first, is_allowed)?;
             return Ok(Verdicts {
                 granted: 0,
                 at,
@@ -222,11 +236,16 @@ impl Plan {
                 each: SmallVec::from_buf([verdict]),
             });
         }
-        if fits && earlier > 0 {
-            // The earlier takes were granted as long as they fit.
-            before += ticks * earlier.min((full - before) / ticks);
-        }
-        let mut state = State::of_level(policy, at, before).ok_or_else(protocol)?;
+        // The earlier takes were granted as long as they fit.
+        let granted_before = if fits && earlier > 0 {
+            earlier.min((full - before_first) / ticks)
+        } else {
+            0
+        };
+        let before = before_first + ticks * granted_before;
+        let Some(mut state) = State::of_level(policy, at, before) else {
+            return Err(protocol());
+        };
         let cost = self.key.cost.into();
         let (verdict, granted) = Mode::Take.decide(policy, &mut state, cost, at);
         Ok(Verdicts {
@@ -283,22 +302,26 @@ impl Plan {
             return Err(protocol());
         }
         // The lowest number is the most specific problem.
-        let grants = of_policies.iter().map(|numbers| numbers[0]);
-        if let Some(problem @ ..0) = grants.map(i64::from_le_bytes).min() {
+        let mut problem = 0;
+        for numbers in of_policies {
+            problem = problem.min(i64::from_le_bytes(numbers[0]));
+        }
+        if problem < 0 {
             return Err(failure(problem));
         }
         let most = self.max_granted();
+        let is_of_slots = self.policies.without_in_flight().is_none();
         let mut granted = 0;
         let mut each = SmallVec::new();
         for (numbers, policy) in of_policies.iter().zip(&self.policies) {
             let [grants, remaining, wait, reset] = numbers.map(i64::from_le_bytes);
-            let is_exact = EXACT.contains(&remaining)
-                && (wait == Verdict::NEVER || EXACT.contains(&wait))
-                && EXACT.contains(&reset);
+            let is_wait = wait == Verdict::NEVER || EXACT.contains(&wait);
+            let is_exact = EXACT.contains(&remaining) && is_wait && EXACT.contains(&reset);
             if grants > most || !is_exact {
                 return Err(protocol());
             }
-            if self.policies.tells_granted(policy) {
+            // Beside other policies, one of requests in flight grants one request, not a cost.
+            if is_of_slots || !policy.is_in_flight() {
                 granted = granted.max(grants);
             }
             each.push(Verdict {
@@ -336,6 +359,7 @@ impl Plan {
 
 impl ScriptCall {
     pub(crate) fn clear(&mut self) {
+        // By name, so that a new field cannot be left out: it would reach the next call.
         let Self {
             keys,
             ends,
@@ -372,6 +396,7 @@ impl ScriptCall {
     pub(crate) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
+        // The script decides equal checks one after the other. So no key occurs twice in a run of takes.
         let joins = matches!(
             check.mode(),
             Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
@@ -385,11 +410,13 @@ impl ScriptCall {
                 }
                 Some(_) => {
                     *last = entry;
+                    // `lua/takes.lua` reads all states before it decides the first entry.
                     self.has_several_of_a_caller = true;
                 }
                 None => {}
             }
         } else {
+            // A later check that joined an earlier entry would overtake this one.
             self.last_entry.remove(check.key());
         }
         self.push_entry(plan, prefix, check);
@@ -400,7 +427,9 @@ impl ScriptCall {
         let key = PlanKey::of(check);
         let plans = &mut self.plans;
         // Usually all checks of a batch have the same parameters.
-        if plans.last().is_some_and(|plan| plan.matches(key, check)) {
+        if let Some(last) = plans.last()
+            && last.matches(key, check)
+        {
             return plans.len() - 1;
         }
         if let Some(&index) = self.plan_of.get(&key)
@@ -487,19 +516,10 @@ impl ScriptCall {
         }
     }
 
-    /// Appends the part of a key after the caller: `:name:strategy:span`, without a span for requests in flight.
+    /// Appends the part of a key after the caller.
     fn push_count(&mut self, policy: &Policy) {
-        let between = if policy.span().is_empty() { "" } else { ":" };
-        for part in [
-            ":",
-            policy.name(),
-            ":",
-            policy.kind().letter(),
-            between,
-            policy.span(),
-        ] {
-            self.keys.extend_from_slice(part.as_bytes());
-        }
+        self.keys.push(b':');
+        count::write(policy, &mut self.keys);
     }
 
     /// Adds the arguments of `lua/takes.lua`.
@@ -507,6 +527,7 @@ impl ScriptCall {
         let mut packed = Packed::default();
         for run in self.entries.chunk_by(|a, b| a == b) {
             let plan = &self.plans[run[0].plan];
+            // Never: `is_of_takes` has found the meter of each plan.
             let Some(policy) = plan.taken_from_meter() else {
                 continue;
             };
@@ -556,9 +577,9 @@ impl ScriptCall {
     fn add_runs(&self, cmd: &mut Cmd) {
         let mut packed = Packed::default();
         // Sort by entry: a check may have joined an earlier entry of its caller.
-        let mut slots = self.slots.clone();
-        slots.sort_by_key(|(entry, _)| *entry);
-        let mut slots = slots.into_iter().peekable();
+        let mut sorted = self.slots.clone();
+        sorted.sort_by_key(|(entry, _)| *entry);
+        let mut slots = sorted.into_iter().peekable();
         let mut entry = 0;
         for run in self.entries.chunk_by(|a, b| a == b) {
             packed
@@ -737,9 +758,9 @@ enum Answers<'a> {
 pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
     let (caller, count) = rest.strip_prefix(":{")?.split_once("}:")?;
     // The key of a remembered answer ends with an id, which no span contains.
-    let (name, count) = count.split_once(':')?;
-    let (letter, span) = count.split_once(':').unwrap_or((count, ""));
-    Some((Key::of_redis(caller)?, Policy::of_key(name, letter, span)?))
+    let (name, kind) = count.split_once(':')?;
+    let (letter, span) = kind.split_once(':').unwrap_or((kind, ""));
+    Some((Key::of_redis(caller)?, count::read(name, letter, span)?))
 }
 
 /// Returns the policy that wrote the value of a bucket. Returns `None` for a value of another form.
@@ -749,7 +770,7 @@ pub(crate) fn read_bucket(of: &Policy, value: &[u8]) -> Option<Policy> {
     let code = number(0)?;
     let is_long = code >> 56 == 0;
     let rest = if is_long { number(8)? } else { 0 };
-    of.written_by(Writer { code, rest })
+    count::of_writer(of, Writer { code, rest })
 }
 
 /// An argument of packed numbers, least significant byte first.
@@ -806,8 +827,10 @@ fn records<const N: usize>(reply: &Value) -> Option<&[[u8; N]]> {
     let Value::BulkString(bytes) = reply else {
         return None;
     };
-    let (records, rest) = bytes.as_chunks();
-    rest.is_empty().then_some(records)
+    match bytes.as_chunks() {
+        (records, []) => Some(records),
+        _ => None,
+    }
 }
 
 /// Decodes a number of 7 bytes, least significant first; 0 if there are fewer.
@@ -816,6 +839,7 @@ fn i56(bytes: &[u8]) -> i64 {
     if let Some(high) = number.get_mut(1..=bytes.len()) {
         high.copy_from_slice(bytes);
     }
+    // In the high bytes first: the shift keeps the sign.
     i64::from_le_bytes(number) >> 8
 }
 
@@ -866,8 +890,8 @@ fn failure(problem: i64) -> StoreError {
     }
 }
 
-/// Returns the right that a problem is about, of those that count down from `first`.
+/// Returns the n-th right of a problem numbered `first` - n.
 fn right_of(problem: i64, first: i64) -> Option<&'static str> {
     let place = usize::try_from(first - problem - 1).ok()?;
-    wire::RIGHTS.get(place).copied()
+    Some(*wire::RIGHTS.get(place)?)
 }

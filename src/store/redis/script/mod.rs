@@ -3,6 +3,7 @@
 //! `lua/call.lua`, `lua/takes.lua` and `lua/take.lua` define the contracts.
 
 mod call;
+mod count;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -46,6 +47,7 @@ impl Script {
 
     /// The SHA-1 hash that `EVALSHA` takes.
     pub(super) fn hash(&self) -> &str {
+        // Once, since each call sends it, and the texts have tens of kilobytes.
         self.hash
             .get_or_init(|| redis::Script::new(self.text).get_hash().to_owned())
     }

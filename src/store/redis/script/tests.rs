@@ -37,7 +37,7 @@ fn equal_lists_share_a_plan_among_thousands() {
             call.plans
                 .iter()
                 .zip(&lists)
-                .all(|(plan, list)| plan.policies.is(list))
+                .all(|(plan, list)| plan.policies == *list)
         );
         let plans = call.entries.iter().map(|entry| entry.plan);
         assert!(plans.eq((0..3).flat_map(|_| 0..lists.len())));
@@ -63,18 +63,18 @@ fn modes_costs_and_ids_get_separate_plans() {
 }
 
 #[test]
-fn lists_of_one_identity_stay_apart() {
+fn lists_of_one_id_stay_apart() {
     let (one, two, three) = (policies(1), policies(2), policies(3));
     let take = |list| Check::take(Key::GLOBAL, list, 1);
     let mut call = ScriptCall::default();
     call.push("rl", &take(&one));
     call.push("rl", &take(&two));
-    // Simulates a collision: gives the third list the identity of the first.
+    // Simulates a collision: gives the third list the id of the first.
     call.plan_of.insert(PlanKey::of(&take(&three)), 0);
     for list in [&three, &one, &two, &three] {
         call.push("rl", &take(list));
         let entry = call.entries[call.checks[call.checks.len() - 1]];
-        assert!(call.plans[entry.plan].policies.is(list));
+        assert!(call.plans[entry.plan].policies == *list);
     }
 }
 

@@ -83,6 +83,7 @@ macro_rules! script {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
         /// The script for checks of any kind: the call, shared helpers, the strategies, the driver and the reply.
         pub(crate) const CHECK: &str = concat!(
+            // Each file uses the locals of the files before it.
             lua!("common"),
             "\n",
             lua!("call"),

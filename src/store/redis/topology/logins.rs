@@ -13,7 +13,7 @@ use crate::store::redis::link::Login;
 /// The sources of credentials that change.
 #[derive(Debug, Clone, Default)]
 pub(in crate::store::redis) struct CredentialSources {
-    /// Of all servers with counts.
+    /// The source for all servers with counts.
     pub(in crate::store::redis) servers: Option<CredentialSource>,
     pub(in crate::store::redis) sentinels: Option<CredentialSource>,
 }
@@ -24,11 +24,11 @@ pub(in crate::store::redis) struct Logins {
 }
 
 impl CredentialSources {
-    /// Verifies the logins in the URL: none beside a source, and no user alone.
+    /// Verifies that the URL has no login that a source has too, and no user without a password.
     ///
     /// # Errors
     ///
-    /// What is wrong with the URL.
+    /// The problem of the URL.
     pub(in crate::store::redis) fn check(&self, named: &NamedServers) -> Result<(), &'static str> {
         if self.sentinels.is_some() && !matches!(named, NamedServers::Sentinel { .. }) {
             return Err(
@@ -67,13 +67,13 @@ fn check_login(
             }
             Some(CredentialSource::Closure(_)) if has_user || has_password => {
                 return Err(
-                    "it has a user or a password, and so has the closure of `RedisStoreBuilder::credentials`: remove those of \
-                     the URL",
+                    "it has a user or a password, and so has the closure of `RedisStoreBuilder::credentials`: remove the \
+                     login from the URL",
                 );
             }
             Some(CredentialSource::File(_)) if has_password => {
                 return Err(
-                    "it has a password, and so has the password file: remove that of the URL",
+                    "it has a password, and so has the password file: remove the password from the URL",
                 );
             }
             _ => {}

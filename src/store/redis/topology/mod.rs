@@ -4,16 +4,18 @@
 //! A single server is one node, and so is the master that sentinels report. A cluster has a node
 //! per master.
 
+mod addresses;
 pub(super) mod cluster;
 mod logins;
 mod node;
 mod sentinel;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use redis::ConnectionInfo;
 
+pub(super) use addresses::AddressMap;
+pub(in crate::store) use addresses::two_to_one;
 pub(super) use logins::{CredentialSources, Logins};
 pub(super) use node::Node;
 
@@ -22,6 +24,7 @@ use self::sentinel::Sentinels;
 use super::link::{self, Connect, Dialer, Link, Times, Tls, kept_alive};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::limit::Key;
+use crate::store::config::RedisSettings;
 
 /// The servers that the application has named.
 #[derive(Clone)]
@@ -73,17 +76,21 @@ pub(super) struct NodeRoute {
 impl Topology {
     pub(super) fn new(
         mut servers: NamedServers,
-        prefix: &str,
-        partitions: usize,
-        time_to_connect: Duration,
+        settings: &RedisSettings,
         tls: &Tls,
         logins: Logins,
+        addresses: AddressMap,
     ) -> Result<Self, ConfigError> {
         for server in servers.all() {
             *server = kept_alive(server.clone());
         }
         tls.apply(servers.all())?;
-        let dialer = |login| Dialer::new(time_to_connect, tls.server_name()).with_login(login);
+        let time_to_connect = settings.time_to_connect();
+        // Two for sentinels and their master: each dialer learns whether its servers use TLS.
+        let dialer = |login| {
+            let client_name = settings.client_name.clone();
+            Dialer::new(time_to_connect, tls.server_name(), client_name).with_login(login)
+        };
         Ok(match servers {
             NamedServers::Server(server) => {
                 Self::Server(Arc::new((*server, dialer(logins.servers))))
@@ -98,11 +105,14 @@ impl Topology {
                 dialer(logins.servers),
                 sentinels,
                 dialer(logins.sentinels),
+                addresses,
                 time_to_connect,
             ))),
             NamedServers::Cluster(seeds) => {
+                let partitions = settings.partitions.get();
                 let dialer = dialer(logins.servers);
-                Self::Cluster(Arc::new(Cluster::new(seeds, dialer, prefix, partitions)))
+                let cluster = Cluster::new(seeds, dialer, addresses, &settings.prefix, partitions);
+                Self::Cluster(Arc::new(cluster))
             }
         })
     }
@@ -188,6 +198,7 @@ impl Topology {
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {
             None => format!("{prefix}:{name}"),
+            // With the tag whose slot `shared_node` finds.
             Some(_) => format!("{prefix}:{{{}}}:{name}", cluster::SHARED),
         }
     }

@@ -17,7 +17,9 @@ use super::store::{SharedStore, runtime};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{STEPS, error_of, not_run};
 use crate::store::redis::script::{KeyCall, MARKER};
-use crate::store::redis::topology::cluster::{Cluster, NodeError, Planned, SlotMap, Why};
+use crate::store::redis::topology::cluster::{
+    Cluster, NodeError, Planned, SlotMap, Why, no_address,
+};
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::{instant, patient};
 
@@ -50,6 +52,7 @@ impl SharedStore {
         };
         let patience = this.settings.time_to_connect();
         if cluster.refresher.begin(&mut planned, patience) {
+            // The refresher keeps its error for the checks.
             let _ = this.query_slots(cluster, why).await;
             cluster.refresher.end(planned);
         }
@@ -70,7 +73,8 @@ impl SharedStore {
         };
         let outcome = queried.await;
         cluster.refresher.queried(&outcome);
-        outcome.map(drop)
+        outcome?;
+        Ok(())
     }
 
     /// Adopts a map of slots, unless the marker rejects this store.
@@ -79,6 +83,7 @@ impl SharedStore {
         cluster: &Cluster,
         map: Arc<SlotMap>,
     ) -> Result<(), StoreError> {
+        // Before the map is used: a store with a wrong number of partitions must not count.
         if cluster.refresher.marker_is_due() {
             match self.mark(cluster, &map).await {
                 Ok(agrees) => cluster.refresher.marked(agrees),
@@ -103,7 +108,9 @@ impl SharedStore {
     /// failed call.
     async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<bool, StoreError> {
         let ours = cluster.partitions();
-        let node = map.shared_owner().ok_or_else(no_node)?;
+        let Some(node) = map.shared_owner() else {
+            return Err(no_node());
+        };
         let call = KeyCall {
             script: &MARKER,
             key: self
@@ -150,6 +157,7 @@ impl SharedStore {
             self.refresh(Why::Unknown);
             return Err(error);
         }
+        // Before the query starts: its end must not be missed.
         let ended = cluster.refresher.ended();
         // On this runtime: a query on another one may stall with it.
         drop(runtime()?.spawn(Self::query_now(Arc::downgrade(self))));
@@ -183,7 +191,10 @@ impl SharedStore {
             let time = self.settings.time_to_connect();
             self.refreshed(cluster, time).await?;
         }
-        self.topology.shared_node().ok_or_else(no_node)
+        match self.topology.shared_node() {
+            Some(node) => Ok(node),
+            None => Err(no_node()),
+        }
     }
 
     /// Returns the node that decides a check at present.
@@ -209,7 +220,7 @@ impl SharedStore {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            NodeError::NotReady => self.refresh(Why::Lost(from)),
+            NodeError::NotReady | NodeError::NoAddress => self.refresh(Why::Lost(from)),
             NodeError::Ask(_) | NodeError::TryAgain | NodeError::Other => {}
         }
         node_error
@@ -217,10 +228,16 @@ impl SharedStore {
 
     /// Interprets the error of a call of a script with a key that belongs to no caller.
     pub(super) fn script_error(self: &Arc<Self>, error: &RedisError, from: Node) -> StoreError {
-        let cluster = self.topology.cluster();
-        match cluster.map(|cluster| self.node_error(cluster, error, from)) {
-            None | Some(NodeError::Other) => error_of(error),
-            Some(_) => not_run(ErrorKind::NotReady, error),
+        let Some(cluster) = self.topology.cluster() else {
+            return error_of(error);
+        };
+        match self.node_error(cluster, error, from) {
+            NodeError::Other => error_of(error),
+            NodeError::NoAddress => no_address().not_sent(),
+            NodeError::Moved { .. }
+            | NodeError::Ask(_)
+            | NodeError::TryAgain
+            | NodeError::NotReady => not_run(ErrorKind::NotReady, error),
         }
     }
 
@@ -248,8 +265,11 @@ impl SharedStore {
             }
         }
         let mut not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
-        if node_error == NodeError::TryAgain {
-            not_ready = not_ready.check_only();
+        match node_error {
+            // Only checks with several keys fail while a slot migrates, so that is no outage.
+            NodeError::TryAgain => not_ready = not_ready.check_only(),
+            NodeError::NoAddress => not_ready = no_address().not_sent().with_server(&address),
+            _ => {}
         }
         let is_of_one_caller = jobs.len() == 1 || jobs.iter().all(|job| job.call_per_caller);
         let mut again = vec![];
@@ -302,7 +322,7 @@ fn after_node_error(
     redirect.importing_node = None;
     redirect.hops += 1;
     match node_error {
-        NodeError::NotReady | NodeError::Other => NextTry::Fail,
+        NodeError::NotReady | NodeError::NoAddress | NodeError::Other => NextTry::Fail,
         NodeError::Moved { .. } | NodeError::Ask(_) if redirect.hops > MAX_HOPS => NextTry::Fail,
         NodeError::Moved { node, .. } => NextTry::Node(node),
         // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis 6.2 also
@@ -314,6 +334,7 @@ fn after_node_error(
             NextTry::Node(node)
         }
         NodeError::TryAgain => {
+            // Time bounds these attempts, not their number.
             redirect.hops = 0;
             let since = *redirect.split_since.get_or_insert_with(instant);
             if since.elapsed() < PATIENCE {

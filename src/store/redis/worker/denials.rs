@@ -79,13 +79,9 @@ const FREED: usize = 64;
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
     pub(super) fn new(max: usize) -> Self {
-        let shard = |shards| {
-            RwLock::new(DenialShard {
-                callers: BoundedMap::new(max.div_ceil(shards)),
-                freed_at: [i64::MIN; FREED],
-            })
-        };
-        let shards = Shards::new(bounded_map::shards(SHARDS, max), shard);
+        let shards = Shards::new(bounded_map::shards(SHARDS, max), |shards| {
+            RwLock::new(DenialShard::new(max.div_ceil(shards)))
+        });
         Self {
             shards,
             clock: Clock::new(),
@@ -145,6 +141,7 @@ impl DenialCache {
         change(&mut shard, caller, self.clock.micros());
         let after = shard.callers.len();
         if after != before {
+            // The difference may be negative: the addition wraps.
             self.caller_count
                 .fetch_add(after.wrapping_sub(before), Relaxed);
         }
@@ -157,6 +154,13 @@ fn freed_slot(caller: Digest) -> usize {
 }
 
 impl DenialShard {
+    fn new(max_callers: usize) -> Self {
+        Self {
+            callers: BoundedMap::new(max_callers),
+            freed_at: [i64::MIN; FREED],
+        }
+    }
+
     fn remember(&mut self, caller: Digest, policies: &Policies, denial: Denial, now: i64) {
         let hold = Hold::new(0, denial.expires_at);
         let policies = policies.as_slice();
@@ -173,25 +177,23 @@ impl DenialShard {
             list.denials.retain(|known| known.expires_at > now);
         }
         lists.retain(|list| !list.denials.is_empty());
-        let same = lists.iter().position(|list| list.policies[..] == *policies);
-        let list = match same.map(|place| lists.remove(place)) {
-            Some(mut list) => {
-                list.remember(denial);
-                list
+        // The newest list is the last one, and the first one is dropped if there are too many.
+        if let Some(place) = lists.iter().position(|list| list.policies[..] == *policies) {
+            let mut list = lists.remove(place);
+            list.remember(denial);
+            lists.push(list);
+        } else {
+            if lists.len() >= MAX_LISTS {
+                lists.remove(0);
             }
-            None => {
-                if lists.len() >= MAX_LISTS {
-                    lists.remove(0);
-                }
-                DeniedList::new(policies, denial)
-            }
-        };
-        lists.push(list);
+            lists.push(DeniedList::new(policies, denial));
+        }
     }
 }
 
 impl DeniedCaller {
     fn hit(&self) {
+        // Not one atomic step: a hit that another thread overwrites does no harm.
         let hits = self.hits.load(Relaxed);
         if hits < MAX_HITS {
             self.hits.store(hits + 1, Relaxed);
@@ -262,6 +264,7 @@ impl DeniedList {
         let nearest = known.clone().rfind(|denial| denial.needs <= needs)?;
         let mut verdicts = nearest.verdicts.later(now - nearest.sent);
         if needs > nearest.needs {
+            // With fewer denials, Redis may decide, and its denial of this cost is kept too.
             if !nearest.is_exact_for(needs, &self.policies) && known.count() < MAX_COSTS {
                 return None;
             }
@@ -278,7 +281,10 @@ impl Denial {
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
         let needs = needs(check)?;
         // A cost above the capacity has no wait. It stays denied as long as the cache may keep it.
-        let holds = verdicts.wait().unwrap_or(MAX_AGE).min(MAX_AGE);
+        let holds = match verdicts.wait() {
+            Some(wait) => wait.min(MAX_AGE),
+            None => MAX_AGE,
+        };
         Some(Self {
             needs,
             verdicts: verdicts.clone(),
@@ -303,9 +309,7 @@ mod tests {
     const HOUR: i64 = 3_600_000_000;
 
     fn list(name: &str) -> Policies {
-        Policy::new(name, Strategy::Gcra, "100/h".parse().unwrap())
-            .unwrap()
-            .into()
+        Policy::new(name, Strategy::Gcra, "100/h").unwrap().into()
     }
 
     /// Redis's verdicts on a check that is denied for `wait`.

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Frees, Key, Mode};
+use crate::limit::{Check, Decision, Frees, Key, Mode, SentBy};
 use crate::store::redis::topology::{Node, NodePool};
 use crate::util::{RandomState, instant, polled_after_completion};
 
@@ -37,12 +37,12 @@ pub(super) struct NodeQueue {
     pub(super) runtime: Id,
     pub(super) target: Option<NodeTarget>,
     pub(super) jobs: JobQueue<Job>,
-    /// The callers with a [give-back](Check::holds_back_later) in the batch of a worker. Their other checks wait for its
+    /// The callers with a [give-back](holds_back_later) in the batch of a worker. Their other checks wait for its
     /// reply, since another connection might overtake it.
     giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
-    /// Time at which a worker has last taken [patient](Check::is_patient) checks.
+    /// Time at which a worker has last taken [patient](is_patient) checks.
     sent_at: Option<Instant>,
     /// Whether a timer will start a worker for such checks.
     has_timer: bool,
@@ -80,7 +80,7 @@ impl NodeQueue {
     }
 
     /// Moves checks to the batch of a worker, like [`JobQueue::take`]. Also returns `None` if only
-    /// [patient](Check::is_patient) checks are queued, soon after the last ones were sent. `callers` has the
+    /// [patient](is_patient) checks are queued, soon after the last ones were sent. `callers` has the
     /// callers that the worker's last batch has held back, and afterwards the callers of this batch.
     pub(super) fn take(
         &mut self,
@@ -89,11 +89,10 @@ impl NodeQueue {
         callers: &mut Vec<Key>,
         to: &mut Vec<Job>,
     ) -> Option<usize> {
+        // First, since the last batch of this worker has been answered.
         self.let_go(callers);
-        if self.jobs.waiting() < max
-            && self.waits_until(now).is_some()
-            && self.jobs.iter().all(|job| job.check.is_patient())
-        {
+        if self.waits_for_others(max, now) {
+            // The worker ends, and the timer starts another one for them.
             self.jobs.end_worker();
             return None;
         }
@@ -105,29 +104,41 @@ impl NodeQueue {
             to,
         )?;
         for Job { check, .. } in &*to {
-            if check.is_patient() {
+            if is_patient(check) {
                 self.sent_at = Some(now);
             }
-            if check.holds_back_later() && self.giving_back.insert(*check.key()) {
+            if holds_back_later(check) && self.giving_back.insert(*check.key()) {
                 callers.push(*check.key());
             }
         }
         Some(left)
     }
 
+    /// Returns `true` if only patient checks are queued, fewer than fill a batch, and it is too early for them.
+    fn waits_for_others(&self, max: usize, now: Instant) -> bool {
+        if self.jobs.waiting() >= max || self.waits_until(now).is_none() {
+            return false;
+        }
+        self.jobs.iter().all(|job| is_patient(&job.check))
+    }
+
     /// Returns the time at which patient checks are sent, if that is later.
     fn waits_until(&self, now: Instant) -> Option<Instant> {
         let until = self.sent_at? + PATIENCE;
-        (until > now).then_some(until)
+        if until <= now {
+            return None;
+        }
+        Some(until)
     }
 
     /// Returns the time at which the caller must call [`on_timer`](Self::on_timer), since no worker runs for the checks
-    /// that are queued.
-    pub(super) fn timer(&mut self, now: Instant) -> Option<Instant> {
-        if self.jobs.needs_worker() && !mem::replace(&mut self.has_timer, true) {
-            return Some(self.waits_until(now).unwrap_or(now));
+    /// that are queued. Until then, further calls return `None`.
+    pub(super) fn arm_timer(&mut self, now: Instant) -> Option<Instant> {
+        if self.has_timer || !self.jobs.needs_worker() {
+            return None;
         }
-        None
+        self.has_timer = true;
+        Some(self.waits_until(now).unwrap_or(now))
     }
 
     /// Lets the checks of these callers pass: the batch with their give-backs has been answered, or has failed.
@@ -138,7 +149,8 @@ impl NodeQueue {
     }
 
     pub(super) fn is_of(&self, runtime: Id, node: Option<Node>) -> bool {
-        self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
+        let own = self.target.as_ref().map(|target| target.node);
+        self.runtime == runtime && own == node
     }
 
     /// Adds a check. Returns its id, and how it is sent.
@@ -147,6 +159,7 @@ impl NodeQueue {
     ///
     /// [`Full`], unless another queue has accepted the check before.
     pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Sending), Full> {
+        // A redirected check keeps its id: its caller may withdraw it.
         if let Some(id) = job.id {
             let starts = self.jobs.put(job);
             return Ok((id, self.sending(starts)));
@@ -156,10 +169,11 @@ impl NodeQueue {
             number: self.jobs.next_number(),
         };
         job.id = Some(id);
-        if !job.check.is_patient() {
+        if !is_patient(&job.check) {
             let starts = self.jobs.push(job)?;
             return Ok((id, self.sending(starts)));
         }
+        // A running worker takes it with its next batch. Otherwise it may wait for others, since no request awaits it.
         let since = job.since;
         let no_worker_runs = self.jobs.push_quietly(job)?;
         if no_worker_runs {
@@ -182,8 +196,11 @@ impl NodeQueue {
             let starts = self.jobs.start();
             return self.sending(starts);
         }
-        match self.timer(now) {
-            Some(time) => Sending::At(time),
+        match self.arm_timer(now) {
+            Some(time) => Sending::At {
+                time,
+                queue_number: self.number,
+            },
             None => Sending::Begun,
         }
     }
@@ -191,7 +208,10 @@ impl NodeQueue {
     /// Returns a worker for the queued checks, unless one runs. Call it when the timer has elapsed.
     pub(super) fn on_timer(&mut self) -> Option<WorkerStart> {
         self.has_timer = false;
-        self.jobs.start().then(|| self.worker_start())
+        if !self.jobs.start() {
+            return None;
+        }
+        Some(self.worker_start())
     }
 
     fn worker_start(&mut self) -> WorkerStart {
@@ -209,11 +229,14 @@ pub(super) enum Sending {
     Begun,
     /// By this worker, which the caller must start.
     By(WorkerStart),
-    /// By a worker that the caller must start at this time, unless one runs then.
-    At(Instant),
+    /// By a worker of this queue that the caller must start at this time, unless one runs then.
+    At {
+        time: Instant,
+        queue_number: NonZeroU64,
+    },
 }
 
-/// Time for which [patient](Check::is_patient) checks wait for others after the last ones were sent.
+/// Time for which [patient](is_patient) checks wait for others after the last ones were sent.
 const PATIENCE: Duration = Duration::from_millis(2);
 
 /// A worker to start. The queue has counted it.
@@ -247,6 +270,7 @@ impl NodeQueues {
     /// Drops the idle queues of nodes that are not in the cluster.
     pub(super) fn retain(&mut self, is_node: impl Fn(Node) -> bool) {
         self.each.retain(|queue| match &queue.target {
+            // Its workers find the queue by its number, and answer its checks.
             Some(target) => is_node(target.node) || !queue.jobs.is_idle(),
             None => true,
         });
@@ -335,7 +359,10 @@ impl<J> JobQueue<J> {
     /// Like [`needs_worker`](Self::needs_worker). If `true`, the caller must start a worker, which is counted already.
     fn start(&mut self) -> bool {
         let starts = self.needs_worker();
-        self.workers += usize::from(starts);
+        // Here, not when the worker runs: until then, other pushes would start more workers for the same jobs.
+        if starts {
+            self.workers += 1;
+        }
         starts
     }
 
@@ -347,10 +374,12 @@ impl<J> JobQueue<J> {
     /// Like [`push`](Self::push), for a job that another queue has accepted: it ignores the maximum.
     pub(super) fn put(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
-        let start = self.workers < self.max_workers
-            && (self.workers == 0 || self.jobs.len() > self.backlog);
-        self.workers += usize::from(start);
-        start
+        let is_needed = self.workers == 0 || self.jobs.len() > self.backlog;
+        let starts = self.workers < self.max_workers && is_needed;
+        if starts {
+            self.workers += 1;
+        }
+        starts
     }
 
     /// The queued jobs.
@@ -392,14 +421,18 @@ impl<J> JobQueue<J> {
     ) -> Option<usize> {
         let before = to.len();
         let mut room = Room::of(max);
-        to.extend(
-            self.held
-                .extract_if(.., |job| !is_held(job) && room.takes(weight(job))),
-        );
+        // First, since they are older than all others: the checks of a caller must stay in order.
+        for job in mem::take(&mut self.held) {
+            if !is_held(&job) && room.try_add(weight(&job)) {
+                to.push(job);
+            } else {
+                self.held.push(job);
+            }
+        }
         while let Some(job) = self.jobs.front() {
             if is_held(job) {
                 self.held.extend(self.jobs.pop_front());
-            } else if room.takes(weight(job)) {
+            } else if room.try_add(weight(job)) {
                 to.extend(self.jobs.pop_front());
             } else {
                 break;
@@ -407,6 +440,7 @@ impl<J> JobQueue<J> {
             self.left += 1;
         }
         if to.len() == before {
+            // Under the same lock: the next push finds no worker, and starts one.
             self.workers -= 1;
             return None;
         }
@@ -453,8 +487,9 @@ impl Room {
         }
     }
 
-    /// Returns `true` if there is room for this weight, which any batch has for its first job. Otherwise the batch is full.
-    fn takes(&mut self, weight: usize) -> bool {
+    /// Adds a job of this weight, and returns `true`, if there is room. Any batch has room for its first job. After the
+    /// first job that does not fit, the batch is full: smaller ones must not overtake it.
+    fn try_add(&mut self, weight: usize) -> bool {
         let fits = weight <= self.left || self.is_empty;
         self.left = if fits {
             self.left.saturating_sub(weight)
@@ -541,7 +576,11 @@ impl Job {
 
     /// Consecutive checks of the same group share a script call.
     pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
-        let caller = self.call_per_caller.then(|| self.check.key().as_bytes());
+        let caller = if self.call_per_caller {
+            Some(self.check.key().as_bytes())
+        } else {
+            None
+        };
         (self.needs_asking(), self.partition, caller)
     }
 
@@ -556,6 +595,14 @@ impl Job {
     /// Whether the caller has dropped the future.
     pub(super) fn is_abandoned(&self) -> bool {
         self.answer.is_closed()
+    }
+
+    /// Whether it must not be sent: the caller has dropped the future, or the timeout has passed.
+    pub(super) fn is_late(&self, now: Instant, timeout: Duration) -> bool {
+        // A fallback withdraws its checks itself: it knows whether the runtime was late.
+        let is_timed_elsewhere = self.check.sending().is_timed;
+        let age = now.saturating_duration_since(self.since);
+        self.is_abandoned() || age > timeout && !is_timed_elsewhere
     }
 
     pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, StoreError>) {
@@ -591,8 +638,22 @@ impl Future for RedisFuture {
         };
         let answer = ready!(Pin::new(receiver).poll(cx));
         self.answer = None;
-        Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())))
+        match answer {
+            Ok(answer) => Poll::Ready(answer),
+            // Its worker was dropped with the runtime.
+            Err(_) => Poll::Ready(Err(no_runtime())),
+        }
     }
+}
+
+/// Returns `true` if a check may be sent a little later, together with others: no request awaits it.
+fn is_patient(check: &Check) -> bool {
+    check.sending().by != SentBy::Request
+}
+
+/// Returns `true` if later checks of the caller must not overtake a check: it gives something back for the first time.
+fn holds_back_later(check: &Check) -> bool {
+    check.gives_room() && check.sending().by != SentBy::Retry
 }
 
 /// The error of a check outside of a runtime, or on a runtime that has shut down: no evidence about Redis.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
 use futures_util::future::{select, try_join_all};
-use redis::FromRedisValue;
+use redis::{FromRedisValue, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
@@ -282,6 +282,7 @@ impl SharedStore {
             node,
             pool: self.topology.pool(node, workers, times).into(),
         });
+        // One worker finds the nodes of all checks without a node.
         let max_workers = if target.is_some() { workers } else { 1 };
         let jobs = JobQueue::new(max_queued.get(), max_workers, backlog);
         let renewal = match (&self.login, &target) {
@@ -308,7 +309,11 @@ impl SharedStore {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
         let partition = self.topology.partition(check.key());
-        let giver = check.gives_room().then_some(*check.key());
+        let giver = if check.gives_room() {
+            Some(*check.key())
+        } else {
+            None
+        };
         match self.enqueue(check, partition) {
             Ok(future) => {
                 // After it is queued: a denial of a check that is queued before it must not be cached.
@@ -324,10 +329,8 @@ impl SharedStore {
     /// Queues a check for its partition's node.
     fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
         let runtime = runtime()?;
-        if let Some(error) = self
-            .topology
-            .cluster()
-            .and_then(|cluster| cluster.marker_error.get())
+        if let Some(cluster) = self.topology.cluster()
+            && let Some(error) = cluster.marker_error.get()
         {
             return Err(error.clone());
         }
@@ -344,6 +347,7 @@ impl SharedStore {
             return;
         };
         for (node, job) in jobs {
+            // Never full: another queue has accepted it before.
             let _ = self.put(&runtime, node, job);
         }
     }
@@ -355,19 +359,21 @@ impl SharedStore {
         node: Option<Node>,
         job: Job,
     ) -> Result<JobId, Full> {
-        let push = |queue: &mut NodeQueue| (queue.push(job), queue.number);
-        let (pushed, queue_number) = self.with_queue(runtime, node, push);
-        let (id, sending) = pushed?;
+        let (id, sending) = self.with_queue(runtime, node, |queue| queue.push(job))?;
+        // Without the lock: a runtime that has shut down drops the worker, whose `Drop` takes the lock.
         match sending {
             Sending::Begun => {}
             Sending::By(start) => self.start_worker(runtime, start),
-            Sending::At(time) => self.start_worker_at(time, runtime, queue_number),
+            Sending::At { time, queue_number } => {
+                self.start_worker_at(time, runtime, queue_number);
+            }
         }
         Ok(id)
     }
 
     fn start_worker(self: &Arc<Self>, runtime: &Handle, start: WorkerStart) {
         let worker = Worker::new(self, start.queue_number);
+        // The task may have been dropped with its runtime, and then returns the worker.
         let unsent = match start.task {
             Some(task) => task.send(worker).err(),
             None => Some(worker),
@@ -389,6 +395,7 @@ impl SharedStore {
     }
 
     async fn start_later(this: Weak<Self>, queue_number: NonZeroU64, time: Instant) {
+        // Weak, so that a timer does not keep a store that is no longer used.
         sleep_until(time).await;
         let (Some(this), Ok(runtime)) = (this.upgrade(), Handle::try_current()) else {
             return;
@@ -448,10 +455,7 @@ impl SharedStore {
         // The connection limits its own time, and reports why it was not opened.
         match pool.checkout(time.saturating_add(time / 4)).await {
             Ok(connection) => pool.give_back(connection),
-            Err(error) => {
-                let address = self.topology.address(Some(node));
-                return Err(error.with_server(address).not_sent());
-            }
+            Err(error) => return Err(self.named(error, Some(node)).not_sent()),
         }
         Ok(())
     }
@@ -464,13 +468,18 @@ impl SharedStore {
         let Ok(runtime) = Handle::try_current() else {
             return false;
         };
-        let target = {
-            let queues = self.queues();
-            let mut each = queues.each.iter();
-            let queue = each.find(|queue| queue.is_of(runtime.id(), Some(node)));
-            queue.and_then(|queue| queue.target.clone())
-        };
-        target.is_some_and(|target| target.pool.is_connecting())
+        let queues = self.queues();
+        for queue in &queues.each {
+            if let Some(target) = &queue.target
+                && queue.is_of(runtime.id(), Some(node))
+            {
+                let pool = Arc::clone(&target.pool);
+                // bb8 has a lock too: never hold both.
+                drop(queues);
+                return pool.is_connecting();
+            }
+        }
+        false
     }
 
     /// Returns the connections to a node on this runtime.
@@ -489,22 +498,32 @@ impl SharedStore {
         call: &impl Call,
     ) -> Result<T, StoreError> {
         let pool = self.pool(node)?;
-        let attempt = async {
-            let time = self.settings.time_to_connect();
-            let mut connection = pool.checkout(time).await?;
-            let calls = std::slice::from_ref(call);
-            let replies = connection.run(calls, self.settings.timeout).await;
-            pool.give_back(connection);
-            let reply = match replies?.pop() {
-                Some(Ok(reply)) => reply,
-                Some(Err(error)) => return Err(self.script_error(&error, node)),
-                None => return Err(StoreError::new(ErrorKind::Protocol)),
-            };
-            redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
-        };
-        attempt
-            .await
-            .map_err(|error: StoreError| error.with_server(self.topology.address(Some(node))))
+        let outcome = self.try_script(node, &pool, call).await;
+        outcome.map_err(|error| self.named(error, Some(node)))
+    }
+
+    async fn try_script<T: FromRedisValue>(
+        self: &Arc<Self>,
+        node: Node,
+        pool: &NodePool,
+        call: &impl Call,
+    ) -> Result<T, StoreError> {
+        let time = self.settings.time_to_connect();
+        let mut connection = pool.checkout(time).await?;
+        let calls = std::slice::from_ref(call);
+        let replies = connection.run(calls, self.settings.timeout).await;
+        // Also after an error: the pool discards a broken connection.
+        pool.give_back(connection);
+        match replies?.pop() {
+            Some(Ok(reply)) => read_value(reply),
+            Some(Err(error)) => Err(self.script_error(&error, node)),
+            None => Err(StoreError::new(ErrorKind::Protocol)),
+        }
+    }
+
+    /// Adds the address of the server to an error, or of all servers.
+    pub(super) fn named(&self, error: StoreError, node: Option<Node>) -> StoreError {
+        error.with_server(self.topology.address(node))
     }
 
     /// Runs one step of a scan on a node. Returns the next cursor and the keys that match `pattern`.
@@ -523,11 +542,10 @@ impl SharedStore {
             let mut connection = pool.checkout(time).await?;
             let reply = connection.ask(scan, self.settings.timeout).await;
             pool.give_back(connection);
-            redis::from_redis_value(reply?).map_err(|error| error_of(&error.into()))
+            read_value(reply?)
         };
-        attempt
-            .await
-            .map_err(|error: StoreError| error.with_server(self.topology.address(Some(node))))
+        let outcome = attempt.await;
+        outcome.map_err(|error| self.named(error, Some(node)))
     }
 
     /// Returns the strings under keys of a node. `None` for a key that does not exist or is no string, and for one
@@ -600,6 +618,7 @@ impl SharedStore {
     /// Fails a check that was certainly not sent.
     pub(super) fn fail_unsent(&self, job: Job, error: StoreError) {
         let failed = Err(error.not_sent());
+        // An abandoned check is no evidence about Redis: its caller may have had a shorter deadline.
         if !job.is_abandoned() {
             self.last.record(&failed);
         }
@@ -617,13 +636,15 @@ impl SharedStore {
     /// others, so the breaker of a fallback stays closed and reports no outage.
     fn lacks_right(&self, error: &StoreError) {
         let now = instant();
+        let mut reported = lock(&self.reported);
+        if let Some(at) = *reported
+            && now.duration_since(at) < Self::REPORT
         {
-            let mut reported = lock(&self.reported);
-            if reported.is_some_and(|at| now.duration_since(at) < Self::REPORT) {
-                return;
-            }
-            *reported = Some(now);
+            return;
         }
+        *reported = Some(now);
+        // The observer is the user's code.
+        drop(reported);
         let mut problem = format!("{error}{MISSING_RIGHT}");
         if let Some(cause) = std::error::Error::source(error) {
             problem = format!("{cause}; {problem}");
@@ -665,7 +686,7 @@ impl Watch {
     }
 }
 
-/// Renews the credentials of a store, and those of the idle connections of a pool.
+/// Renews the credentials of a store, and sends them over the idle connections of a pool.
 struct Renewal {
     inner: Weak<SharedStore>,
     login: Arc<Login>,
@@ -694,11 +715,18 @@ impl Drop for Watch {
         let Some(inner) = self.inner.upgrade() else {
             return;
         };
-        let queue = inner.queues().remove(self.queue_number);
-        for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
+        let Some(queue) = inner.queues().remove(self.queue_number) else {
+            return;
+        };
+        for job in queue.jobs.into_jobs() {
             job.fail(no_runtime().not_sent());
         }
     }
+}
+
+/// Converts the reply to a script or a command.
+fn read_value<T: FromRedisValue>(reply: Value) -> Result<T, StoreError> {
+    redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
 }
 
 /// Returns the current runtime.

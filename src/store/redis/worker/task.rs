@@ -135,9 +135,9 @@ impl Worker {
                     Ok(()) => self.inner.topology.no_master(),
                     Err(error) => error,
                 };
-                let error = error.with_server(self.inner.topology.address(None));
+                let named = self.inner.named(error, None);
                 for job in unplaced {
-                    self.inner.fail_unsent(job, error.clone());
+                    self.inner.fail_unsent(job, named.clone());
                 }
                 self.inner.refresh(Why::Unknown);
             }
@@ -203,7 +203,7 @@ impl Worker {
         self.counted = false;
         let (task, next) = oneshot::channel();
         queue.idle.push(task);
-        let timer = queue.timer(now);
+        let timer = queue.arm_timer(now);
         drop(queues);
         if let (Some(time), Ok(runtime)) = (timer, Handle::try_current()) {
             self.inner
@@ -212,18 +212,13 @@ impl Worker {
         Taken::Nothing(next)
     }
 
-    /// Drops abandoned checks, and fails those older than the timeout. A [`Fallback`](crate::Fallback) withdraws its
-    /// checks itself: it knows whether the runtime was late.
+    /// Drops abandoned checks, and fails those older than the timeout.
     fn drop_late(&mut self, node: Option<Node>, now: Instant) {
         let timeout = self.inner.settings.timeout;
-        let is_late = |job: &mut Job| {
-            let age = now.saturating_duration_since(job.since);
-            job.is_abandoned() || age > timeout && !job.check.is_in_fallback()
-        };
-        for job in self.batch.jobs.extract_if(.., is_late) {
-            let late = StoreError::new(ErrorKind::Timeout);
-            let late = late.with_server(self.inner.topology.address(node));
-            self.inner.fail_unsent(job, late);
+        let jobs = &mut self.batch.jobs;
+        for job in jobs.extract_if(.., |job| job.is_late(now, timeout)) {
+            let error = StoreError::new(ErrorKind::Timeout);
+            self.inner.fail_unsent(job, self.inner.named(error, node));
         }
     }
 
@@ -243,8 +238,8 @@ impl Worker {
             // Redis.
             error = no_runtime();
         }
-        error = error.with_server(self.inner.topology.address(Some(node)));
-        Err(if self.sent { error } else { error.not_sent() })
+        let named = self.inner.named(error, Some(node));
+        Err(if self.sent { named } else { named.not_sent() })
     }
 
     async fn attempt(&mut self, pool: &NodePool) -> Result<Replies, StoreError> {
@@ -253,9 +248,11 @@ impl Worker {
         } = self;
         let timeout = inner.settings.timeout;
         let mut connection = pool.checkout(timeout).await?;
+        // Before the call: if this task is dropped during it, Redis may have run the script.
         *sent = true;
         let replies = connection.run(batch.calls(), timeout).await?;
         for (call, reply) in batch.calls().iter().zip(&replies) {
+            // The server was a master when the connection was made. A new connection finds the present one.
             if let Ok(reply) = reply
                 && call.is_read_only(reply)
             {
@@ -324,27 +321,31 @@ fn answer_call(
     sent_at: Instant,
     node: Node,
 ) {
-    let named = |error: StoreError| error.with_server(inner.topology.address(Some(node)));
-    let verdicts = match call.read(reply) {
-        Ok(verdicts) => verdicts,
+    let decoder = match call.read(reply) {
+        Ok(decoder) => decoder,
         Err(error) => {
-            let error = named(error);
-            jobs.for_each(|job| inner.fail_taken(job, error.clone()));
+            let named = inner.named(error, Some(node));
+            for job in jobs {
+                inner.fail_taken(job, named.clone());
+            }
             return;
         }
     };
     let cluster = inner.topology.cluster();
     // The checks whose keys the call has found on two nodes.
     let mut split = vec![];
-    for (job, verdicts) in jobs.zip(verdicts) {
+    for (job, verdicts) in jobs.zip(decoder) {
         match verdicts {
+            Ok(verdicts) => inner.decide(job, Ok(verdicts), sent_at),
             Err(error) if error.kind() == ErrorKind::NotReady && cluster.is_some() => {
                 split.push(job);
             }
-            verdicts => inner.decide(job, verdicts.map_err(named), sent_at),
+            Err(error) => inner.decide(job, Err(inner.named(error, Some(node))), sent_at),
         }
     }
-    if let Some(cluster) = cluster.filter(|_| !split.is_empty()) {
+    if let Some(cluster) = cluster
+        && !split.is_empty()
+    {
         inner.requeue(inner.redirect(cluster, split, &deleted_here(), node));
     }
 }
@@ -370,6 +371,7 @@ impl Drop for Worker {
             queue.let_go(&mut self.batch.callers);
             queued = queue.jobs.leave();
         }
+        // Without the lock: an answer wakes its caller's task.
         for job in self.batch.jobs.drain(..) {
             let error = if self.sent {
                 no_runtime()
@@ -422,7 +424,10 @@ impl Batch {
             jobs.sort_by(|a, b| a.group().cmp(&b.group()));
         }
         for group in jobs.chunk_by(|a, b| a.group() == b.group()) {
-            let prefix = cluster.map_or(prefix, |cluster| cluster.prefix(group[0].partition));
+            let prefix_of_group = match cluster {
+                Some(cluster) => cluster.prefix(group[0].partition),
+                None => prefix,
+            };
             if *len == calls.len() {
                 calls.push(ScriptCall::default());
             }
@@ -430,12 +435,13 @@ impl Batch {
             *len += 1;
             call.now = now;
             call.needs_asking = group[0].needs_asking();
+            // The most frequent call: it needs no map to find equal checks.
             if let [job] = group {
-                call.push_only(prefix, &job.check);
+                call.push_only(prefix_of_group, &job.check);
                 continue;
             }
             for job in group {
-                call.push(prefix, &job.check);
+                call.push(prefix_of_group, &job.check);
             }
         }
     }

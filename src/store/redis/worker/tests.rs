@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use super::queues::{Job, JobId, RedisFuture};
 use super::task::Worker;
 use crate::error::ErrorKind;
-use crate::limit::{Check, Key, Policies, Policy};
+use crate::limit::{Check, Key, Policies, Policy, SentBy};
 use crate::store::redis::link::Times;
 use crate::store::{RedisStore, Store};
 use crate::support::{RedisServer, check, free_port, until};
@@ -490,7 +490,8 @@ async fn a_held_release_is_sent_without_another_check() {
     let release = || {
         let caller = Key::new("ann");
         let id = Check::take(caller, &slots, 1).slot().unwrap();
-        let release = Check::release(caller, &slots, id).in_background(false);
+        let mut release = Check::release(caller, &slots, id);
+        release.sending_mut().by = SentBy::Background;
         store.check(release).into_future().boxed()
     };
     for _ in 0..30 {

@@ -30,11 +30,12 @@ use arc_swap::ArcSwap;
 use redis::{ConnectionInfo, RedisError};
 use siphasher::sip::SipHasher13;
 
-pub(crate) use nodes::NodeError;
+pub(crate) use nodes::{NodeError, no_address};
 pub(crate) use refresh::{Planned, Refresher, Why};
 pub(crate) use slots::{SHARED, SlotMap};
 
 use self::nodes::Nodes;
+use super::addresses::AddressMap;
 use super::node::Node;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Key;
@@ -67,6 +68,7 @@ impl Cluster {
     pub(crate) fn new(
         seeds: Vec<ConnectionInfo>,
         dialer: Dialer,
+        addresses: AddressMap,
         prefix: &str,
         partitions: usize,
     ) -> Self {
@@ -79,7 +81,7 @@ impl Cluster {
             });
         }
         Self {
-            nodes: Nodes::new(seeds, dialer),
+            nodes: Nodes::new(seeds, dialer, addresses),
             partitions: each.into(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
             refresher: Refresher::default(),
@@ -223,7 +225,7 @@ impl Cluster {
     /// Returns the error of a check whose slot has no known master.
     pub(crate) fn no_master(&self) -> StoreError {
         if self.map.load().lacks_address {
-            nodes::no_address()
+            no_address()
         } else {
             StoreError::new(ErrorKind::NotReady)
         }
@@ -246,7 +248,8 @@ mod tests {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         Cluster::new(
             vec![seed],
-            Dialer::new(Duration::from_secs(1), None),
+            Dialer::new(Duration::from_secs(1), None, None),
+            AddressMap::default(),
             "rl",
             1,
         )
@@ -316,8 +319,8 @@ mod tests {
                 "-ASK 3999 [::1]:6381\r\n",
                 NodeError::Ask(node("::1", 6381)),
             ),
-            ("-MOVED 3999 ?:6381\r\n", NodeError::NotReady),
-            ("-MOVED 3999 b:0\r\n", NodeError::NotReady),
+            ("-MOVED 3999 ?:6381\r\n", NodeError::NoAddress),
+            ("-MOVED 3999 b:0\r\n", NodeError::NoAddress),
             ("-MOVED 3999 b:port\r\n", NodeError::NotReady),
             ("-MOVED 3999\r\n", NodeError::NotReady),
             ("-MOVED\r\n", NodeError::NotReady),
@@ -351,7 +354,8 @@ mod tests {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         let cluster = Cluster::new(
             vec![seed],
-            Dialer::new(Duration::from_secs(1), None),
+            Dialer::new(Duration::from_secs(1), None, None),
+            AddressMap::default(),
             "rl",
             1_024,
         );

@@ -15,6 +15,7 @@ use tokio::time::{Instant, timeout};
 use super::slots::{self, Address, SlotMap, SlotRanges};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, error_of, with_address, within};
+use crate::store::redis::topology::addresses::AddressMap;
 use crate::store::redis::topology::node::Node;
 use crate::util::{RandomState, instant, lock};
 
@@ -22,6 +23,7 @@ pub(super) struct Nodes {
     /// The nodes that the application named: at least one.
     seeds: Vec<ConnectionInfo>,
     dialer: Dialer,
+    addresses: AddressMap,
     known: Mutex<Known>,
     /// The time since which none of the queried nodes belonged to the cluster.
     gone_since: Mutex<Option<Instant>>,
@@ -55,6 +57,13 @@ impl<A: Clone + Eq + Hash> Known<A> {
     }
 }
 
+/// A node to query.
+struct Candidate {
+    address: Address,
+    /// Whether a node has announced the address. Those that the application named are reachable.
+    is_announced: bool,
+}
+
 /// The reply of a queried node.
 struct Queried {
     address: Address,
@@ -73,6 +82,8 @@ pub(crate) enum NodeError {
     Ask(Node),
     /// Some keys are here, and some are on the other node.
     TryAgain,
+    /// Another node serves the slot, and announces no address.
+    NoAddress,
     /// No node can decide at the moment.
     NotReady,
     Other,
@@ -85,10 +96,11 @@ const CLUSTER_LOST_AFTER: Duration = Duration::from_secs(30);
 const MAX_QUERIED: usize = 6;
 
 impl Nodes {
-    pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer) -> Self {
+    pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer, addresses: AddressMap) -> Self {
         Self {
             seeds,
             dialer,
+            addresses,
             known: Mutex::new(Known::new()),
             gone_since: Mutex::default(),
         }
@@ -113,7 +125,8 @@ impl Nodes {
         let Some(address) = self.address(node) else {
             return Err(StoreError::new(ErrorKind::Unreachable));
         };
-        match self.query(&address).await {
+        let reached = self.addresses.reach(&address.host, address.port)?;
+        match self.query(&address, reached).await {
             Ok((connection, slots)) if is_ours(&slots) => Ok(connection),
             Ok(_) => Err(of_another(&address)),
             // Not the application's mistake: a single Redis has the address of a former node.
@@ -136,12 +149,14 @@ impl Nodes {
         seeds.join(", ")
     }
 
-    /// Queries a node for the slots; also returns the connection.
-    async fn query(&self, address: &Address) -> Result<(Driven, SlotRanges), StoreError> {
-        let mut connection = self
-            .dialer
-            .dial(&with_address(&self.seeds[0], &address.host, address.port))
-            .await?;
+    /// Queries a node for the slots; also returns the connection. `reached` is its reachable address, if that differs.
+    async fn query(
+        &self,
+        address: &Address,
+        reached: Option<(String, u16)>,
+    ) -> Result<(Driven, SlotRanges), StoreError> {
+        let server = with_address(&self.seeds[0], &address.host, address.port);
+        let mut connection = self.dialer.dial_at(&server, reached).await?;
         let mut cmd = redis::cmd("CLUSTER");
         cmd.arg("SLOTS");
         match connection.send_packed_command(&cmd).await {
@@ -187,8 +202,8 @@ impl Nodes {
         // The slots of another cluster, at an address that the application named.
         let mut other = None;
         let slots = loop {
-            if let Some(address) = left.next() {
-                replies.push(self.query_within(patience, address));
+            if let Some(candidate) = left.next() {
+                replies.push(self.query_within(patience, candidate));
             }
             let is_last = left.len() == 0;
             let reply = if is_last {
@@ -218,32 +233,52 @@ impl Nodes {
                 Err(error) => failure = failure.or_telling(error.with_server(address)),
             }
         };
+        self.addresses.check(slots.addresses())?;
         *lock(&self.gone_since) = None;
         let is_other = !present.is_of_cluster(&slots);
         let map = SlotMap::new(slots, |address| self.number(address));
         Ok((map, is_other))
     }
 
-    async fn query_within(&self, patience: Duration, address: Address) -> Queried {
-        let slots = match within(patience, self.query(&address)).await {
-            Ok((_, slots)) => Ok(slots),
-            Err(error) => Err(error),
+    async fn query_within(&self, patience: Duration, candidate: Candidate) -> Queried {
+        let slots = match self.reach(&candidate) {
+            Ok(reached) => within(patience, self.query(&candidate.address, reached)).await,
+            Err(error) => Err(error.into()),
         };
-        Queried { address, slots }
+        Queried {
+            address: candidate.address,
+            slots: slots.map(|(_, slots)| slots),
+        }
     }
 
-    /// Returns the slot and the node to which the node `asked` redirects. `None` if the reply has no usable address.
-    fn redirection(&self, error: &RedisError, asked: Node) -> Option<(u16, Node)> {
-        let (address, slot) = error.redirect_node()?;
-        let (host, port) = address.rsplit_once(':')?;
+    /// Returns the reachable address of a node, if it differs.
+    fn reach(&self, candidate: &Candidate) -> Result<Option<(String, u16)>, ConfigError> {
+        let Address { host, port } = &candidate.address;
+        if candidate.is_announced {
+            self.addresses.reach(host, *port)
+        } else {
+            Ok(None)
+        }
+    }
+
+    /// Returns the slot and the node to which the node `asked` redirects.
+    ///
+    /// # Errors
+    ///
+    /// Says why the reply has no usable address.
+    fn redirection(&self, error: &RedisError, asked: Node) -> Result<(u16, Node), NodeError> {
+        let Some((address, slot)) = error.redirect_node() else {
+            return Err(NodeError::NotReady);
+        };
+        let (host, port) = address.rsplit_once(':').ok_or(NodeError::NotReady)?;
         let host = host.trim_start_matches('[').trim_end_matches(']');
-        let port = port.parse().ok()?;
+        let port = port.parse().map_err(|_| NodeError::NotReady)?;
         // The cluster does not know the address.
         if host == "?" || port == 0 {
-            return None;
+            return Err(NodeError::NoAddress);
         }
-        let address = self.address(asked)?.sibling(host, port);
-        Some((slot, self.number(address)))
+        let asked = self.address(asked).ok_or(NodeError::NotReady)?;
+        Ok((slot, self.number(asked.sibling(host, port))))
     }
 
     /// Interprets the error of the node `asked`.
@@ -251,13 +286,13 @@ impl Nodes {
         match error.kind() {
             RedisErrorKind::Server(ServerErrorKind::Moved) => {
                 match self.redirection(error, asked) {
-                    Some((slot, node)) => NodeError::Moved { slot, node },
-                    None => NodeError::NotReady,
+                    Ok((slot, node)) => NodeError::Moved { slot, node },
+                    Err(error) => error,
                 }
             }
             RedisErrorKind::Server(ServerErrorKind::Ask) => match self.redirection(error, asked) {
-                Some((_, node)) => NodeError::Ask(node),
-                None => NodeError::NotReady,
+                Ok((_, node)) => NodeError::Ask(node),
+                Err(error) => error,
             },
             RedisErrorKind::Server(ServerErrorKind::TryAgain) => NodeError::TryAgain,
             RedisErrorKind::Server(
@@ -282,22 +317,28 @@ impl Nodes {
     }
 
     /// Returns some known nodes, in random order, followed by the nodes that the application named.
-    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Address> {
+    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Candidate> {
         // Otherwise a thousand instances would all query the same node after a failover.
         let random = RandomState::new();
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
         nodes.truncate(MAX_QUERIED);
-        let mut addresses: Vec<Address> = nodes
-            .into_iter()
-            .filter_map(|node| self.address(node))
-            .collect();
-        for seed in self.seeds.iter().filter_map(Address::of) {
-            if !addresses.contains(&seed) {
-                addresses.push(seed);
+        let mut candidates: Vec<Candidate> = vec![];
+        for address in nodes.into_iter().filter_map(|node| self.address(node)) {
+            candidates.push(Candidate {
+                address,
+                is_announced: true,
+            });
+        }
+        for address in self.seeds.iter().filter_map(Address::of) {
+            if !candidates.iter().any(|other| other.address == address) {
+                candidates.push(Candidate {
+                    address,
+                    is_announced: false,
+                });
             }
         }
-        addresses
+        candidates
     }
 }
 
@@ -310,7 +351,7 @@ fn is_of_single_redis(error: &ServerError) -> bool {
 }
 
 /// The error of a slot whose master has no address, such as the host `?` without a host name that it should announce.
-pub(super) fn no_address() -> StoreError {
+pub(crate) fn no_address() -> StoreError {
     StoreError::new(ErrorKind::NotReady).with_message(
         "the server reports a node of the cluster without its address (`?`): set `cluster-announce-hostname` on that node, or \
          `cluster-preferred-endpoint-type ip`, and no `cluster-announce-port 0`",

@@ -74,6 +74,14 @@ pub(super) struct SlotRanges {
     ids: Ids,
 }
 
+impl SlotRanges {
+    /// Returns the announced addresses of all nodes, some of them repeatedly.
+    pub(super) fn addresses(&self) -> impl Iterator<Item = (&str, u16)> {
+        let nodes = self.ranges.iter().flat_map(|range| &range.nodes);
+        nodes.map(|node| (&*node.host, node.port))
+    }
+}
+
 /// A range of slots and its nodes: the master, then its replicas.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Range {

@@ -31,6 +31,7 @@ use redis::{
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
+use super::addresses::AddressMap;
 use crate::background::{Task, TaskOwner};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
@@ -57,6 +58,7 @@ pub(crate) struct Sentinels {
     to_master: Dialer,
     sentinels: Box<[ConnectionInfo]>,
     to_sentinels: Dialer,
+    addresses: AddressMap,
     time_to_connect: Duration,
     /// The last known master.
     known: Mutex<Option<Master>>,
@@ -72,6 +74,7 @@ impl Sentinels {
         to_master: Dialer,
         sentinels: Vec<ConnectionInfo>,
         to_sentinels: Dialer,
+        addresses: AddressMap,
         time_to_connect: Duration,
     ) -> Self {
         Self {
@@ -80,6 +83,7 @@ impl Sentinels {
             to_master,
             sentinels: sentinels.into(),
             to_sentinels,
+            addresses,
             time_to_connect,
             known: Mutex::default(),
             epoch: Arc::default(),
@@ -116,6 +120,9 @@ impl Sentinels {
             mut failure,
             epoch,
         } = election;
+        let announced = candidates.iter();
+        let announced = announced.map(|master| (&*master.host, master.port));
+        self.addresses.check(announced)?;
         let last = candidates.len();
         for (i, candidate) in (1..).zip(candidates) {
             // A candidate that does not respond must leave time for the others.
@@ -201,7 +208,8 @@ impl Sentinels {
     /// Connects to a server and verifies that it is a master.
     async fn verify(&self, master: &Master) -> Result<Driven, StoreError> {
         let server = with_address(&self.master, &master.host, master.port);
-        let mut connection = self.to_master.dial(&server).await?;
+        let reached = self.addresses.reach(&master.host, master.port)?;
+        let mut connection = self.to_master.dial_at(&server, reached).await?;
         let verified = match connection.send_packed_command(&redis::cmd("ROLE")).await {
             Ok(Value::Array(role)) => match role.first() {
                 Some(Value::BulkString(role)) if role == b"master" => Ok(connection),

@@ -1,0 +1,103 @@
+use crate::limit::{Decision, Policy, Verdict};
+
+/// The cost of a request, and the reserved cost that it replaces.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settled {
+    pub(crate) reserved: u32,
+    pub(crate) cost: u32,
+}
+
+impl Settled {
+    /// Returns the decision after the settlement, as far as that is known without a call to the store.
+    pub(crate) fn update(self, decision: Decision) -> Decision {
+        // Positive: refunded. Negative: charged.
+        let back = i64::from(self.reserved) - i64::from(self.cost);
+        let mut verdicts = decision.verdicts().clone();
+        verdicts.granted = self.cost.into();
+        for (policy, verdict) in decision.policies().iter().zip(&mut verdicts.each) {
+            refund(verdict, policy, back);
+        }
+        decision.with_verdicts(verdicts)
+    }
+}
+
+/// Updates a verdict after `back` was refunded (charged if negative), as far as that is known
+/// without a call to the store.
+fn refund(verdict: &mut Verdict, policy: &Policy, back: i64) {
+    if policy.is_in_flight() {
+        // The request is still in flight, and counts as one regardless of its cost.
+        return;
+    }
+    let capacity = i64::from(policy.quota().capacity());
+    verdict.remaining = (verdict.remaining + back).clamp(0, capacity);
+    if verdict.remaining == capacity {
+        verdict.reset = 0;
+    } else if policy.frees().is_gradual() {
+        let time = policy.quota().time_for(back.unsigned_abs());
+        let time = i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
+        let earlier = time.saturating_mul(back.signum());
+        verdict.reset = verdict.reset.saturating_sub(earlier).max(0);
+    } else if back < 0 && verdict.reset == 0 {
+        // Nothing was charged before: the new charge counts for a period.
+        verdict.reset = policy.params().period;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::limit::{Check, Key, Quota, Source, Strategy};
+
+    const SOURCE: Source = Source::Other("test");
+
+    /// Settling a cost of 4 at `cost` more, with `used` of 6 per minute used.
+    #[test]
+    fn settling_changes_the_reset() {
+        let second = Duration::from_secs;
+        for (strategy, used, cost, reset) in [
+            (Strategy::Gcra, 4, 1, 50),
+            (Strategy::Gcra, 4, -1, 30),
+            (Strategy::Gcra, 4, -4, 0),
+            (Strategy::Gcra, 0, 1, 10),
+            (Strategy::SlidingLog, 4, 1, 40),
+            (Strategy::SlidingLog, 4, -1, 40),
+            (Strategy::SlidingLog, 4, -4, 0),
+            (Strategy::SlidingLog, 0, 1, 60),
+        ] {
+            let policies = Policy::new("test", strategy, Quota::per_minute(6))
+                .unwrap()
+                .into();
+            let verdict = Verdict::allowed()
+                .with_remaining(6 - used)
+                .with_reset_after(second(u64::from(used) * 10));
+            let decision = Check::charge(Key::GLOBAL, &policies, 0).decided(SOURCE, 0, |_| verdict);
+            let settled = Settled {
+                reserved: 4,
+                cost: 4_u32.wrapping_add_signed(cost),
+            };
+            let settled = settled.update(decision);
+            assert_eq!(
+                settled.reset_after(),
+                second(reset),
+                "{strategy}: {cost} with {used} used"
+            );
+        }
+        let uploads = Policy::in_flight("uploads", 6).unwrap().into();
+        let verdict = Verdict::allowed()
+            .with_remaining(2)
+            .with_reset_after(second(30));
+        let decision = Check::take(Key::GLOBAL, &uploads, 4).decided(SOURCE, 4, |_| verdict);
+        let settled = Settled {
+            reserved: 4,
+            cost: 0,
+        };
+        let settled = settled.update(decision);
+        assert_eq!(
+            (settled.remaining(), settled.reset_after()),
+            (2, second(30)),
+            "still in flight"
+        );
+    }
+}

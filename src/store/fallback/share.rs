@@ -1,0 +1,125 @@
+//! The share of one instance: what it may grant while the primary store cannot decide.
+
+use std::num::NonZeroU32;
+use std::sync::Mutex;
+
+use crate::limit::{Policies, Policy, Quota};
+use crate::util::lock;
+
+/// The share that was made last of a list of policies, kept with the list: the number of instances changes rarely.
+type LastShare = Mutex<Option<(NonZeroU32, Policies)>>;
+
+/// Returns the share of one of `instances` instances in each policy.
+pub(super) fn share_of(policies: &Policies, instances: NonZeroU32) -> Policies {
+    let mut last = lock(policies.extension::<LastShare>());
+    if let Some((of, share)) = &*last
+        && *of == instances
+    {
+        return share.clone();
+    }
+    let each = policies.iter().map(|policy| part_of(policy, instances));
+    // It cannot fail: the shares have the names of the policies.
+    let share = Policies::new(each).unwrap_or_else(|_| policies.clone());
+    *last = Some((instances, share.clone()));
+    share
+}
+
+/// Returns the share of one of `instances` instances. Together the shares grant no more than the policy, unless the limit or
+/// burst is below the number of instances: both are rounded down, but to at least 1. If the strategy refills gradually, the
+/// rate is divided exactly. A pause is the same for all instances.
+pub(crate) fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
+    if policy.is_pause() {
+        return policy.clone();
+    }
+    let quota = policy.quota();
+    let limit = (quota.limit() / instances).max(1);
+    let burst = (quota.capacity() / instances).max(1);
+    if policy.frees().is_gradual() {
+        // A longer period divides the rate exactly, unless it is too long for a quota.
+        let period = quota.period().saturating_mul(instances.get());
+        let by_period = Quota::per(quota.limit(), period).burst(burst);
+        if let Ok(share) = policy.share_of(by_period, instances) {
+            return share;
+        }
+    }
+    let by_limit = Quota::per(limit, quota.period()).burst(burst);
+    let share = policy.share_of(by_limit, instances);
+    share.unwrap_or_else(|_| policy.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::limit::{Check, Key, Source, Strategy, Verdict};
+
+    fn policy(name: &str, limit: u32) -> Policy {
+        Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
+    }
+
+    #[test]
+    fn a_share_is_made_once() {
+        let list = Policies::from(policy("one", 100));
+        let share = |instances| share_of(&list, NonZeroU32::new(instances).unwrap());
+        let address = |share: &Policies| share.as_slice().as_ptr() as usize;
+        assert_eq!(address(&share(4)), address(&share(4)));
+        assert_eq!(share(4)[0].quota().capacity(), 25);
+        assert_eq!(share(5)[0].quota().capacity(), 20);
+    }
+
+    /// A decision on a share must refund under the whole policies.
+    #[test]
+    fn a_share_knows_its_whole() {
+        let list = Policies::new([policy("one", 100), policy("two", 7)]).unwrap();
+        let share = share_of(&list, NonZeroU32::new(4).unwrap());
+        assert_ne!(share, list);
+        assert_eq!((share.whole(), list.whole()), (&list, &list));
+        let second = Duration::from_secs(1);
+        let take = Check::take(Key::GLOBAL, &share, 1);
+        let decision = take.decided(Source::Local, 1, |_| {
+            Verdict::allowed().with_reset_after(second)
+        });
+        let back = decision.refund(Key::GLOBAL, 1, Duration::ZERO).next();
+        assert!(back.is_some_and(|back| *back.policies() == list));
+    }
+
+    /// A pause holds for all instances.
+    #[test]
+    fn a_pause_is_not_shared() {
+        let (same, instances) = (policy("p", 100), NonZeroU32::new(4).unwrap());
+        let pause = policy("p", 100).of_pauses();
+        assert_eq!(part_of(&pause, instances).quota(), pause.quota());
+        assert_ne!(part_of(&same, instances).quota(), same.quota());
+    }
+
+    #[test]
+    fn instance_shares_never_exceed_the_whole() {
+        use crate::limit::Align;
+        let part = |strategy, quota, instances| {
+            let policy = Policy::new("p", strategy, quota).unwrap();
+            part_of(&policy, NonZeroU32::new(instances).unwrap()).quota()
+        };
+        let window = Strategy::FixedWindow(Align::FirstHit);
+        assert_eq!(
+            part(window, Quota::per_minute(10), 4),
+            Quota::per_minute(2).burst(2)
+        );
+        assert_eq!(
+            part(window, Quota::per_minute(3), 4),
+            Quota::per_minute(1).burst(1),
+            "at least 1"
+        );
+        let four_seconds = Quota::per(10, Duration::from_secs(4));
+        assert_eq!(
+            part(Strategy::Gcra, Quota::per_second(10).burst(20), 4),
+            four_seconds.burst(5),
+            "a rate is exact"
+        );
+        assert_eq!(
+            part(Strategy::Gcra, Quota::per_day(365), 1000).limit(),
+            1,
+            "periods are bounded"
+        );
+    }
+}
