@@ -21,11 +21,13 @@ use tower::util::MapRequestLayer;
 use super::listen::{Connection, Listen};
 
 /// Maximum number of concurrent streams of a connection. A client such as Envoy opens another connection for more.
-const STREAMS: u32 = 100;
-/// Maximum length in bytes of all messages that are incomplete, over all connections.
+const STREAMS: u32 = 40;
+/// Maximum length in bytes of a header list, with 32 for each field. In memory, a list of many fields takes three times as much.
+const HEADER_LIST: u32 = 4 * 1024;
+/// Maximum length in bytes of all messages that are incomplete, over all connections, without the start of each.
 const UNFINISHED: usize = 64 * 1024 * 1024;
-/// Maximum length of a header list in bytes.
-const HEADER_LIST: u32 = 16 * 1024;
+/// The length in bytes of a message's start. So clients that hold all of the above do not affect short messages.
+const START: usize = 1_024;
 /// Maximum length in bytes of a message that has not been read, of a stream and of a connection.
 const STREAM_WINDOW: u32 = 64 * 1024;
 const CONNECTION_WINDOW: u32 = 256 * 1024;
@@ -33,10 +35,10 @@ const CONNECTION_WINDOW: u32 = 256 * 1024;
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of the pings that find dead connections, and the time for the reply.
 const PING: Duration = Duration::from_secs(30);
-/// Maximum age of a connection. Also lets clients find new instances.
+/// The age at which a connection takes no more requests, so that clients find new instances.
 const CONNECTION_AGE: Duration = Duration::from_secs(3_600);
-/// The time for requests in flight on a connection that ends.
-const GRACE: Duration = Duration::from_secs(10);
+/// Maximum age of a connection. tonic's `max_connection_age_grace` would end it without the notice at `CONNECTION_AGE`.
+const MAX_AGE: Duration = Duration::from_secs(3_610);
 /// The length of the bytes with which a client begins an HTTP/2 connection.
 const PREFACE: usize = 24;
 
@@ -54,24 +56,28 @@ pub(crate) fn server() -> BoundedServer<impl Fn(Request<Body>) -> Request<Body> 
         .http2_keepalive_interval(Some(PING))
         .http2_keepalive_timeout(Some(PING))
         .max_connection_age(CONNECTION_AGE)
-        .max_connection_age_grace(GRACE)
         .layer(MapRequestLayer::new(move |request: Request<Body>| {
             let free = Arc::clone(&free);
-            request.map(|body| {
-                Body::new(RequestBody {
-                    body,
-                    free,
-                    held: None,
-                })
-            })
+            request.map(|body| bounded(body, free))
         }))
+}
+
+/// A body that fails if it takes more bytes than are free, beyond its start.
+pub(crate) fn bounded(body: Body, free: Arc<Semaphore>) -> Body {
+    Body::new(RequestBody {
+        body,
+        start: START,
+        free,
+        held: None,
+    })
 }
 
 /// The connections of a listener, for `serve_with_incoming`.
 pub(crate) fn incoming(listener: TcpListener) -> impl Stream<Item = std::io::Result<Connection>> {
-    stream::unfold(Listen::new(listener, PREFACE), async |mut listen| {
-        Some((listen.accept().await, listen))
-    })
+    stream::unfold(
+        Listen::new(listener, PREFACE, MAX_AGE),
+        async |mut listen| Some((listen.accept().await, listen)),
+    )
 }
 
 impl Connected for Connection {
@@ -85,11 +91,12 @@ impl Connected for Connection {
     }
 }
 
-/// A body that fails if the incomplete messages are too long.
 struct RequestBody {
     body: Body,
+    /// The rest of the message's start.
+    start: usize,
     free: Arc<Semaphore>,
-    /// A permit for each received byte.
+    /// A permit for each received byte after the start.
     held: Option<OwnedSemaphorePermit>,
 }
 
@@ -105,7 +112,9 @@ impl hyper::body::Body for RequestBody {
         if let Some(Ok(frame)) = &polled
             && let Some(data) = frame.data_ref()
         {
-            let bytes = u32::try_from(data.len()).unwrap_or(u32::MAX);
+            let beyond = data.len().saturating_sub(self.start);
+            self.start = self.start.saturating_sub(data.len());
+            let bytes = u32::try_from(beyond).unwrap_or(u32::MAX);
             let Ok(received) = Arc::clone(&self.free).try_acquire_many_owned(bytes) else {
                 let status = Status::resource_exhausted("too many incomplete messages");
                 return Poll::Ready(Some(Err(status)));

@@ -12,12 +12,15 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::coop;
 use tokio::time::{Instant, Sleep, sleep};
 
 /// Maximum number of open connections. Others wait in the queue of the kernel.
 const CONNECTIONS: usize = 1_000;
 /// The time for the first bytes of a connection, and for a client to read some bytes of a response.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// What a read costs of the 128 steps that Tokio gives a task before others run.
+const STEPS: usize = 16;
 /// Interval of the attempts to accept while the process has no free descriptor.
 const RETRY: Duration = Duration::from_millis(100);
 /// Minimum interval between two lines of the log.
@@ -28,15 +31,17 @@ pub(crate) struct Listen {
     listener: TcpListener,
     /// The number of first bytes that a client must send in time.
     greeting: usize,
+    max_age: Duration,
     places: Arc<Semaphore>,
     reported_at: Option<Instant>,
 }
 
 impl Listen {
-    pub(crate) fn new(listener: TcpListener, greeting: usize) -> Self {
+    pub(crate) fn new(listener: TcpListener, greeting: usize, max_age: Duration) -> Self {
         Self {
             listener,
             greeting,
+            max_age,
             places: Arc::new(Semaphore::new(CONNECTIONS)),
             reported_at: None,
         }
@@ -64,6 +69,7 @@ impl Listen {
                         peer,
                         awaited: self.greeting,
                         silent: Box::pin(sleep(PATIENCE)),
+                        old: Box::pin(sleep(self.max_age)),
                         unread: None,
                         _place: place,
                     });
@@ -98,13 +104,14 @@ fn is_of_client(kind: ErrorKind) -> bool {
     )
 }
 
-/// A connection that ends if its client does not send the first bytes in time, or does not read.
+/// A connection that ends if its client does not send the first bytes in time, or does not read, and at its maximum age.
 pub(crate) struct Connection {
     stream: TcpStream,
     pub(crate) peer: SocketAddr,
     /// The number of first bytes that the client has not sent.
     awaited: usize,
     silent: Pin<Box<Sleep>>,
+    old: Pin<Box<Sleep>>,
     /// Since a write has to wait for the client.
     unread: Option<Pin<Box<Sleep>>>,
     _place: OwnedSemaphorePermit,
@@ -133,15 +140,23 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        // Let other tasks run after few reads, because frames that a client sends without pause may take long.
+        for _ in 1..STEPS {
+            ready!(coop::poll_proceed(cx)).made_progress();
+        }
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        let count = buffer.filled().len() - before;
-        self.awaited = self.awaited.saturating_sub(count);
-        if read.is_pending() && self.awaited > 0 {
-            ready!(self.silent.as_mut().poll(cx));
-            return Poll::Ready(Err(ErrorKind::TimedOut.into()));
+        if read.is_ready() {
+            let count = buffer.filled().len() - before;
+            self.awaited = self.awaited.saturating_sub(count);
+            return read;
         }
-        read
+        let deadline = match self.awaited {
+            0 => &mut self.old,
+            _ => &mut self.silent,
+        };
+        ready!(deadline.as_mut().poll(cx));
+        Poll::Ready(Err(ErrorKind::TimedOut.into()))
     }
 }
 

@@ -27,6 +27,8 @@ use super::listen::Listen;
 
 /// The time for the head of a request, and for the next one on an idle connection.
 const HEAD: Duration = Duration::from_secs(5);
+/// Maximum length of the head of a request in bytes. hyper's default is 400 KiB.
+const HEAD_LENGTH: usize = 16 * 1024;
 /// The time for the body of a request. Uploads may need more.
 const BODY: Duration = Duration::from_secs(10);
 /// Maximum duration of a shutdown. Kubernetes kills the process after 30 s, Docker after 10 s.
@@ -43,9 +45,11 @@ pub(crate) async fn serve(listener: TcpListener, app: Router) -> io::Result<()> 
     let (stop, stopped) = watch::channel(());
     // Not hyper-util's builder, which reads the HTTP version first, without a timeout.
     let mut http = Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(HEAD);
-    // The head has a timeout.
-    let mut listen = Listen::new(listener, 0);
+    http.timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(HEAD_LENGTH);
+    // The head has a timeout, and a response may take long.
+    let mut listen = Listen::new(listener, 0, Duration::MAX);
     loop {
         let accepted = tokio::select! {
             accepted = listen.accept() => accepted?,

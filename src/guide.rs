@@ -1,4 +1,7 @@
 //! [answers]: crate::guide::answers
+//! [bandwidth]: crate::guide::recipes#bytes-per-second
+//! [block]: crate::guide::recipes#a-block-after-repeated-denials
+//! [body]: crate::guide::recipes#by-a-field-of-the-body
 //! [by-key]: crate::guide::recipes#by-api-key-with-a-costlier-route-and-an-exempt-health-check
 //! [by-user]: crate::guide::recipes#by-user-or-by-address-without-a-login
 //! [choosing]: crate::guide::choosing
@@ -88,8 +91,10 @@ pub mod waiting {}
 
 /// Deployment: placement of Redis, failures.
 ///
+/// [addresses]: crate::guide::servers#announced-addresses
 /// [busy]: crate::guide::faults#a-busy-runtime
 /// [connections]: crate::guide::sizing#connections
+/// [credentials]: crate::guide::servers#credentials-that-change
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [failover]: crate::guide::servers#charges-lost-in-a-failover
 /// [faults]: crate::guide::faults
@@ -123,6 +128,7 @@ pub mod upgrades {}
 /// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
 /// [eviction]: crate::guide::servers#memory-and-eviction
+/// [grpc]: crate::guide::answers#grpc
 /// [keys]: crate::guide::keys
 /// [kinds]: crate::guide::runbook#fixes-by-kind
 /// [lease-limits]: crate::guide::leases#limits-and-failures
@@ -134,6 +140,7 @@ pub mod upgrades {}
 /// [runbook]: crate::guide::runbook
 /// [running]: crate::guide::sizing#memory
 /// [settling]: crate::guide::settling
+/// [sockets]: crate::guide::recipes#websockets-few-at-a-time-and-few-messages
 /// [stores]: crate::guide::options#stores
 /// [tests]: crate::guide::recipes#tests-of-your-service
 #[doc = include_str!("../docs/pitfalls.md")]
@@ -143,6 +150,7 @@ pub mod pitfalls {}
 ///
 /// [busy]: crate::guide::faults#a-busy-runtime
 /// [codes]: crate::guide::pitfalls#error-codes
+/// [credentials]: crate::guide::servers#credentials-that-change
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
@@ -182,7 +190,9 @@ pub mod choosing {}
 
 /// All options of layers and stores, with their defaults.
 ///
+/// [addresses]: crate::guide::servers#announced-addresses
 /// [busy]: crate::guide::faults#a-busy-runtime
+/// [credentials]: crate::guide::servers#credentials-that-change
 /// [distance]: crate::guide::sizing#throughput-over-a-distance
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::sizing#partitions

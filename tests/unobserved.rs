@@ -239,6 +239,83 @@ async fn behind_a_trusted_proxy() {
     forward(client).await;
 }
 
+/// Sends a request from a proxy at 10.0.0.9, with this header. Logs to standard error.
+async fn log_proxied(client: ClientIp, header: &str, value: &str) {
+    let stderr = tracing_subscriber::fmt().with_writer(std::io::stderr);
+    stderr.with_ansi(false).init();
+    let layer = RateLimitLayer::new(LocalStore::default(), client, policy());
+    let peer: SocketAddr = "10.0.0.9:1".parse().unwrap();
+    for _ in 0..2 {
+        let request = Request::builder().header(header, value).extension(peer);
+        let request = request.body(()).unwrap();
+        let answer = async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new()));
+        let response = layer.layer(service_fn(answer)).oneshot(request).await;
+        response.unwrap();
+    }
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn by_a_header_that_the_proxy_does_not_send() {
+    let client = ClientIp::header("cf-connecting-ip").trust(["private"]);
+    log_proxied(client.unwrap(), "x-forwarded-for", "203.0.113.7").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn with_too_many_hops() {
+    let client = ClientIp::x_forwarded_for().hops(3).unwrap();
+    log_proxied(client, "x-forwarded-for", "6.6.6.6, 203.0.113.7").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn with_too_few_hops() {
+    let client = ClientIp::x_forwarded_for().hops(1).unwrap();
+    log_proxied(client, "x-forwarded-for", "203.0.113.7, 10.0.0.8").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn with_an_untrusted_second_proxy() {
+    let client = ClientIp::x_forwarded_for().trust(["10.0.0.9"]).unwrap();
+    log_proxied(client, "x-forwarded-for", "203.0.113.7, 100.64.0.3").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn with_a_client_in_the_own_network() {
+    let client = ClientIp::x_forwarded_for().trust(["10.0.0.9"]).unwrap();
+    log_proxied(client, "x-forwarded-for", "10.0.0.8").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn with_a_client_that_a_proxy_hides() {
+    let client = ClientIp::x_forwarded_for().trust(["private"]).unwrap();
+    log_proxied(client, "x-forwarded-for", "203.0.113.7, unknown").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn with_the_right_hops() {
+    let client = ClientIp::x_forwarded_for().hops(2).unwrap();
+    log_proxied(client, "x-forwarded-for", "6.6.6.6, 203.0.113.7, 10.0.0.8").await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn behind_a_filter() {
+    use tracing_subscriber::filter::{LevelFilter, Targets};
+    use tracing_subscriber::layer::SubscriberExt;
+
+    let filter = Targets::new().with_target("shop", LevelFilter::INFO);
+    let subscriber = tracing_subscriber::registry().with(filter);
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
+    assert_eq!(send(&layer).await, 500);
+}
+
 /// Runs an ignored test of this file in a separate process, and returns what it prints to standard error.
 fn printed_by(test: &str) -> String {
     let output = Command::new(env::current_exe().unwrap())
@@ -282,6 +359,53 @@ fn a_proxy_whose_header_is_ignored_is_printed() {
         let printed = printed_by(test);
         assert!(printed.contains(expected), "{printed}");
         assert_eq!(printed.is_empty(), expected.is_empty(), "{printed}");
+    }
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_filter_that_hides_problems_is_named() {
+    let printed = printed_by("behind_a_filter");
+    for part in [
+        "no-peer-address",
+        "does not filter the target `tower_redis_ratelimit`",
+    ] {
+        assert!(printed.contains(part), "{printed}");
+    }
+}
+
+#[test]
+fn a_header_that_does_not_fit_is_suspected_once() {
+    for (test, expected) in [
+        (
+            "by_a_header_that_the_proxy_does_not_send",
+            "a trusted proxy sends `x-forwarded-for` instead of `cf-connecting-ip`, so it is counted itself",
+        ),
+        (
+            "with_too_many_hops",
+            "a request has only 2 of 3 entries in `x-forwarded-for`, so it has bypassed a proxy, or",
+        ),
+        (
+            "with_too_few_hops",
+            "the client 10.0.0.8 in `x-forwarded-for` has an entry before it, so it is probably a proxy, and all of its clients \
+             share one count: trust one more, by `.hops(2)`",
+        ),
+        (
+            "with_an_untrusted_second_proxy",
+            "share one count: trust it too, as in `.trust([\\\"shared\\\"])`",
+        ),
+    ] {
+        let printed = printed_by(test);
+        assert_eq!(printed.matches(expected).count(), 1, "{test}: {printed}");
+        assert_eq!(printed.matches("#proxy-header").count(), 1, "{printed}");
+        assert!(printed.contains("INFO"), "{printed}");
+    }
+    for test in [
+        "with_a_client_in_the_own_network",
+        "with_a_client_that_a_proxy_hides",
+        "with_the_right_hops",
+    ] {
+        assert_eq!(printed_by(test), "", "{test}");
     }
 }
 

@@ -7,28 +7,26 @@
 #[path = "../listen.rs"]
 mod listen;
 mod load;
+#[path = "../local_page.rs"]
+mod local_page;
 mod recorder;
 mod redis;
 #[path = "../serve.rs"]
 mod serve;
 
 use std::convert::Infallible;
-use std::env;
 use std::error::Error;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{Path, Request, State};
-use axum::middleware::{Next, from_fn};
+use axum::extract::{Path, State};
+use axum::middleware::from_fn;
 use axum::response::sse::{Event, Sse};
-use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::{Stream, StreamExt};
-use http::header::{CONTENT_SECURITY_POLICY, HOST, ORIGIN};
-use http::{HeaderValue, Method, StatusCode};
+use http::{Response, StatusCode};
 use tokio::signal::unix::SignalKind;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::HeaderKey;
@@ -38,6 +36,7 @@ use tower_redis_ratelimit::{
     ConfigError, Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
 };
 
+use crate::local_page::{only_our_page, page};
 use crate::recorder::{Recorder, Settings};
 use crate::redis::{Action, Redis};
 
@@ -107,7 +106,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     });
     tokio::spawn(end_seconds(Arc::clone(&demo)));
     let app = Router::new()
-        .route("/", get(page))
+        .route("/", get(async || page(include_str!("page.html"))))
         .route("/records", get(records))
         .route("/redis/{action}", post(redis_action))
         .route("/rate/{change}", post(change_rate))
@@ -115,16 +114,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .layer(from_fn(only_our_page))
         .with_state(demo);
 
-    let port: u16 = env::var("PORT")
-        .unwrap_or_else(|_| "3000".to_owned())
-        .parse()?;
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port))
-        .await
-        .map_err(|error| format!("PORT {port}: {error}"))?;
-    println!(
-        "Open http://localhost:{}/ and kill Redis. Ctrl-C ends it.",
-        listener.local_addr()?.port()
-    );
+    let listener = local_page::listen("kill Redis").await?;
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
         ended = serve::serve(listener, app) => Ok(ended?),
@@ -157,19 +147,6 @@ async fn end_seconds(demo: Arc<Demo>) {
             quotas,
         });
     }
-}
-
-/// The page. It may load only its own script and style, and connect only to this server.
-async fn page() -> impl IntoResponse {
-    let nonce = format!("{:016x}", RandomState::new().hash_one(()));
-    let policy = format!(
-        "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; \
-         base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    );
-    (
-        [(CONTENT_SECURITY_POLICY, policy)],
-        Html(include_str!("page.html").replace("NONCE", &nonce)),
-    )
 }
 
 async fn records(
@@ -238,22 +215,6 @@ async fn change_limit(
     demo.recorder
         .note(PLANS[plan], format!("You set {} to {quota}", PLANS[plan]));
     Ok(StatusCode::NO_CONTENT)
-}
-
-/// Rejects requests that another site makes a browser send: they have another host name or another origin.
-async fn only_our_page(request: Request, next: Next) -> Response {
-    let host = request
-        .headers()
-        .get(HOST)
-        .and_then(|host| host.to_str().ok())
-        .unwrap_or_default();
-    let is_local = matches!(host.split(':').next(), Some("localhost" | "127.0.0.1"));
-    let is_same = request.headers().get(ORIGIN).map(HeaderValue::as_bytes)
-        == Some(format!("http://{host}").as_bytes());
-    match is_local && (is_same || request.method() == Method::GET) {
-        true => next.run(request).await,
-        false => (StatusCode::FORBIDDEN, "for the page of this example only").into_response(),
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -55,6 +55,10 @@ use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, TracingObserver, event};
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use rules::{Domains, Files, Limit, Rate};
 
@@ -82,9 +86,16 @@ async fn main() {
 }
 
 async fn run() -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_ansi(std::io::stderr().is_terminal());
+    // Otherwise a client could add a line to the log by each frame.
+    let targets = Targets::new()
+        .with_default(LevelFilter::INFO)
+        .with_target("h2", LevelFilter::ERROR);
+    tracing_subscriber::registry()
+        .with(log)
+        .with(targets)
         .init();
     let buckets = Matcher::Suffix("_seconds".to_owned());
     let metrics =

@@ -12,6 +12,8 @@
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 mod api_key;
+mod bandwidth;
+mod block;
 mod body_key;
 mod client;
 mod denied_upload;

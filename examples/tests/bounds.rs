@@ -10,22 +10,31 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "clients wait in real time")]
 
+#[path = "../grpc.rs"]
+mod grpc;
+#[path = "../listen.rs"]
+mod listen;
 mod support;
 
 use std::fs::{self, File};
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use envoy_types::pb::envoy::service::ratelimit::v3::RateLimitRequest;
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
 use futures_util::future::join_all;
+use hyper::body::Body as _;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::net::tcp::ReadHalf;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
+use tonic::body::Body;
 use tonic::transport::Endpoint;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
@@ -49,9 +58,11 @@ const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const PING: u8 = 6;
+const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
 const END_STREAM: u8 = 1;
+const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
@@ -71,6 +82,15 @@ async fn read_frame(from: &mut ReadHalf<'_>) -> Option<(u8, u32, Vec<u8>)> {
     let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
     from.read_exact(&mut payload).await.ok()?;
     Some((kind, u32::from_be_bytes(stream), payload))
+}
+
+/// The longest header list that the server accepts, from the settings that it sends first.
+async fn longest_list(from: &mut ReadHalf<'_>) -> usize {
+    let (kind, _, settings) = read_frame(from).await.unwrap();
+    assert_eq!(kind, SETTINGS);
+    // SETTINGS_MAX_HEADER_LIST_SIZE.
+    let longest = settings.chunks(6).find(|setting| setting[..2] == [0, 6]);
+    u32::from_be_bytes(longest.unwrap()[2..].try_into().unwrap()) as usize
 }
 
 /// The preface of a client whose streams have this window.
@@ -108,6 +128,46 @@ fn empty_message(stream: u32) -> Vec<u8> {
     frame(DATA, END_STREAM, stream, &[0; 5])
 }
 
+/// The length of a string in a header list.
+fn length(bytes: usize) -> Vec<u8> {
+    let Some(mut rest) = bytes.checked_sub(0x7f) else {
+        return vec![u8::try_from(bytes).unwrap()];
+    };
+    let mut digits = vec![0x7f];
+    while rest >= 0x80 {
+        digits.push(0x80 | u8::try_from(rest & 0x7f).unwrap());
+        rest >>= 7;
+    }
+    digits.push(u8::try_from(rest).unwrap());
+    digits
+}
+
+/// Number of fields that the first call adds to the table of the connection. Two letters name each of them.
+const ENTRIES: u8 = 64;
+/// The length of such a field, as the server counts it.
+const FIELD: usize = 34;
+/// The maximum length of [`header_list`], as the server counts it.
+const CALL: usize = 400;
+
+/// A call with as many fields as the server accepts. One byte refers to each, and takes a hundred in the server's memory.
+fn call_with_many_fields(path: &str, stream: u32, longest: usize) -> Vec<u8> {
+    let list = match stream {
+        1 => {
+            let entry = |number| [0x40, 2, b'a' + number / 8, b'a' + number % 8, 0];
+            let entries: Vec<u8> = (0..ENTRIES).flat_map(entry).collect();
+            [header_list(path), entries].concat()
+        }
+        _ => [header_list(path), references(longest)].concat(),
+    };
+    frame(HEADERS, END_HEADERS, stream, &list)
+}
+
+fn references(longest: usize) -> Vec<u8> {
+    // The static table has 61 fields.
+    let indexes = (62..62 + ENTRIES).map(|index| 0x80 | index);
+    indexes.cycle().take((longest - CALL) / FIELD).collect()
+}
+
 /// A client's behavior.
 struct Attack {
     name: &'static str,
@@ -115,52 +175,52 @@ struct Attack {
     reads: bool,
     /// The length of the data in the frames, if the server would end a connection that sends more than the server's window.
     data: u32,
-    /// The frames for a stream.
-    frames: fn(u32) -> Vec<u8>,
+    /// The frames for a stream, and for a server that accepts header lists of this length.
+    frames: fn(u32, usize) -> Vec<u8>,
 }
 
-const ATTACKS: [Attack; 9] = [
+const ATTACKS: [Attack; 12] = [
     Attack {
         name: "endless requests",
         window: 65_535,
         reads: true,
         data: 0,
-        frames: |stream| call(CHECK, stream),
+        frames: |stream, _| call(CHECK, stream),
     },
     Attack {
         name: "endless requests of a client that does not read",
         window: 65_535,
         reads: false,
         data: 0,
-        frames: |stream| call(CHECK, stream),
+        frames: |stream, _| call(CHECK, stream),
     },
     Attack {
         name: "endless responses",
         window: 65_535,
         reads: true,
         data: 0,
-        frames: |stream| [call(WATCH, stream), empty_message(stream)].concat(),
+        frames: |stream, _| [call(WATCH, stream), empty_message(stream)].concat(),
     },
     Attack {
         name: "responses without a window",
         window: 0,
         reads: true,
         data: 0,
-        frames: |stream| [call(CHECK, stream), empty_message(stream)].concat(),
+        frames: |stream, _| [call(CHECK, stream), empty_message(stream)].concat(),
     },
     Attack {
         name: "responses that are not read",
         window: 65_535,
         reads: false,
         data: 0,
-        frames: |stream| [call(CHECK, stream), empty_message(stream)].concat(),
+        frames: |stream, _| [call(CHECK, stream), empty_message(stream)].concat(),
     },
     Attack {
         name: "endless header lists",
         window: 65_535,
         reads: true,
         data: 0,
-        frames: |stream| match stream {
+        frames: |stream, _| match stream {
             1 => frame(HEADERS, 0, 1, &header_list(CHECK)),
             _ => {
                 let mut field = b"\0\x01x\x7f\xa1\x1f".to_vec();
@@ -170,11 +230,51 @@ const ATTACKS: [Attack; 9] = [
         },
     },
     Attack {
+        name: "many fields, and messages that claim to be long",
+        window: 65_535,
+        reads: true,
+        data: 6,
+        frames: |stream, longest| {
+            let begun = frame(DATA, 0, stream, &[0, 0, 1, 0, 0, 0]);
+            [call_with_many_fields(DECIDE, stream, longest), begun].concat()
+        },
+    },
+    Attack {
+        name: "many fields after the message",
+        window: 65_535,
+        reads: true,
+        data: 5,
+        frames: |stream, longest| {
+            let trailers = match stream {
+                1 => vec![],
+                _ => references(longest),
+            };
+            [
+                call_with_many_fields(WATCH, stream, longest),
+                frame(DATA, 0, stream, &[0; 5]),
+                frame(HEADERS, END_STREAM | END_HEADERS, stream, &trailers),
+            ]
+            .concat()
+        },
+    },
+    Attack {
+        name: "long fields",
+        window: 65_535,
+        reads: true,
+        data: 0,
+        frames: |stream, longest| {
+            let value = vec![b'x'; longest - CALL - FIELD];
+            let field = [b"\0\x01x", &length(value.len())[..], &value].concat();
+            let list = [header_list(CHECK), field].concat();
+            frame(HEADERS, END_HEADERS, stream, &list)
+        },
+    },
+    Attack {
         name: "unfinished messages",
         window: 65_535,
         reads: true,
         data: 60_000,
-        frames: |stream| {
+        frames: |stream, _| {
             // The length is 60 KiB, and the last bytes never come.
             let mut begun = vec![0, 0, 0, 0xf0, 0];
             begun.resize(15_000, 0);
@@ -188,7 +288,7 @@ const ATTACKS: [Attack; 9] = [
         window: 65_535,
         reads: false,
         data: 0,
-        frames: |stream| {
+        frames: |stream, _| {
             [
                 call(CHECK, stream),
                 frame(RST_STREAM, 0, stream, &[0, 0, 0, 8]),
@@ -201,7 +301,7 @@ const ATTACKS: [Attack; 9] = [
         window: 65_535,
         reads: false,
         data: 0,
-        frames: |_| {
+        frames: |_, _| {
             [frame(PING, 0, 0, &[0; 8]), frame(SETTINGS, 0, 0, &[])]
                 .concat()
                 .repeat(10)
@@ -215,14 +315,15 @@ impl Attack {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         let (mut from, mut to) = stream.split();
         let window = Semaphore::new(65_535);
+        let mut sent = to.write_all(&preface(self.window)).await;
+        let longest = longest_list(&mut from).await;
         let send = async {
-            let mut sent = to.write_all(&preface(self.window)).await;
             for number in 0..STREAMS {
                 if sent.is_err() {
                     return;
                 }
                 window.acquire_many(self.data).await.unwrap().forget();
-                sent = to.write_all(&(self.frames)(2 * number + 1)).await;
+                sent = to.write_all(&(self.frames)(2 * number + 1, longest)).await;
             }
         };
         let read = async {
@@ -362,14 +463,93 @@ async fn descriptors_that_run_out_cost_no_core() {
     );
 }
 
+/// Reads until the head of a response to this stream.
+async fn wait_for_head(from: &mut ReadHalf<'_>, wanted: u32) {
+    while let Some((kind, stream, _)) = read_frame(from).await {
+        if (kind, stream) == (HEADERS, wanted) {
+            return;
+        }
+    }
+    panic!("the connection has ended");
+}
+
+#[tokio::test]
+async fn frames_add_nothing_to_the_log() {
+    let directory = TempDir::new().unwrap();
+    let log = directory.path().join("log");
+    let mut command = envoy();
+    command.stderr(File::create(&log).unwrap());
+    let example = Example::spawn(command);
+    let mut stream = TcpStream::connect(("127.0.0.1", example.port))
+        .await
+        .unwrap();
+    let (mut from, mut to) = stream.split();
+    let before = fs::read_to_string(&log).unwrap();
+    let replies = frame(PING, ACK, 0, &[0; 8]).repeat(1_000);
+    let last = [call(CHECK, 1), empty_message(1)].concat();
+    let frames = [preface(65_535), replies, last].concat();
+    to.write_all(&frames).await.unwrap();
+    wait_for_head(&mut from, 1).await;
+    assert_eq!(fs::read_to_string(&log).unwrap(), before);
+}
+
+#[tokio::test]
+async fn short_messages_pass_without_free_memory() {
+    let full = Arc::new(Semaphore::new(0));
+    let first = async |length: usize| {
+        let body = Body::new("x".repeat(length));
+        let mut body = grpc::bounded(body, Arc::clone(&full));
+        poll_fn(|cx| Pin::new(&mut body).poll_frame(cx))
+            .await
+            .unwrap()
+    };
+    first(1_024).await.unwrap();
+    let error = first(1_025).await.unwrap_err();
+    assert_eq!(error.code(), tonic::Code::ResourceExhausted);
+}
+
+/// A client that answers pings, and has one call that never ends: when it is told to leave, and when the connection ends.
+async fn told_and_ended(port: u16) -> (Duration, Duration) {
+    let start = tokio::time::Instant::now();
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    let (mut from, mut to) = stream.split();
+    let watch = [call(WATCH, 1), empty_message(1)].concat();
+    let begin = [preface(65_535), watch].concat();
+    to.write_all(&begin).await.unwrap();
+    let mut told = None;
+    while let Some((kind, _, payload)) = read_frame(&mut from).await {
+        match kind {
+            PING => to.write_all(&frame(PING, ACK, 0, &payload)).await.unwrap(),
+            GOAWAY => _ = told.get_or_insert(start.elapsed()),
+            _ => {}
+        }
+    }
+    (told.expect("a GOAWAY"), start.elapsed())
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_connection_ends_after_its_requests() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (_reporter, health) = tonic_health::server::health_reporter();
+    let server = grpc::server()
+        .add_service(health)
+        .serve_with_incoming(grpc::incoming(listener));
+    tokio::spawn(server);
+    let (told, ended) = told_and_ended(port).await;
+    let seconds = (told.as_secs(), ended.as_secs());
+    assert_eq!(seconds, (3_600, 3_610));
+}
+
 #[tokio::test]
 async fn ten_thousand_concurrent_calls_are_answered() {
     let example = Example::spawn(envoy());
     let endpoint = Endpoint::new(format!("http://127.0.0.1:{}", example.port)).unwrap();
-    let channels = (0..100).map(|_| endpoint.connect());
+    // The streams of 250 connections are 10,000.
+    let channels = (0..250).map(|_| endpoint.connect());
     let calls = join_all(channels).await.into_iter().flat_map(|channel| {
         let client = RateLimitServiceClient::new(channel.unwrap());
-        (0..100).map(move |_| {
+        (0..40).map(move |_| {
             let mut client = client.clone();
             let request = RateLimitRequest {
                 domain: "unknown".to_owned(),

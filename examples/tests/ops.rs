@@ -9,15 +9,20 @@
 )]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
+use serde::Deserialize;
 use serde_json::Value;
 use tower_redis_ratelimit::check::{Check, Source, Verdict};
-use tower_redis_ratelimit::extract::MissingKey;
+use tower_redis_ratelimit::extract::{ClientIp, MissingKey};
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
-use tower_redis_ratelimit::store::{ErrorKind, StoreError};
-use tower_redis_ratelimit::{Key, Policy, Quota, Strategy};
+use tower_redis_ratelimit::select::Tiers;
+use tower_redis_ratelimit::store::{ErrorKind, ShareConfig, StoreConfig, StoreError};
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
 
 const ALERTS: &str = include_str!("../ops/alerts.yml");
 const ALERT_TESTS: &str = include_str!("../ops/alerts.test.yml");
@@ -240,5 +245,50 @@ fn each_alert_has_a_paragraph_and_tests() {
             ALERT_TESTS.contains(&format!("- {{ alertname: {alert}, ")),
             "no test keeps {alert} silent"
         );
+    }
+}
+
+/// The text of a file in `examples/ops`.
+fn ops(file: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("ops").join(file);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+#[test]
+fn containers_mount_files_that_exist() {
+    let compose = ops("compose.yml");
+    let mounts = compose
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("- ./")?.split(':').next());
+    let mounts: Vec<&str> = mounts.collect();
+    assert_eq!(mounts.len(), 6, "{mounts:?}");
+    mounts.into_iter().for_each(|file| drop(ops(file)));
+    drop(ops("../../examples/ops/compose/Dockerfile"));
+}
+
+/// The settings of `examples/gateway.rs`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(dead_code, reason = "that they are valid is enough")]
+struct Gateway {
+    listen: SocketAddr,
+    client_ip: ClientIp,
+    store: StoreConfig,
+    limits: Tiers,
+    trial: Policies,
+    users: toml::Table,
+}
+
+#[test]
+fn settings_in_containers_are_valid() {
+    let kubernetes = ops("kubernetes.yml");
+    let (_, block) = kubernetes.split_once("gateway.toml: |\n").unwrap();
+    let lines = block
+        .lines()
+        .map(|line| line.strip_prefix("    ").or(line.is_empty().then_some("")));
+    let settings: Vec<&str> = lines.map_while(|line| line).collect();
+    for text in [settings.join("\n"), ops("compose/gateway.toml")] {
+        let settings: Gateway = toml::from_str(&text).unwrap();
+        assert_eq!(settings.store.share, ShareConfig::Alive, "{text}");
     }
 }

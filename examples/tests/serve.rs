@@ -28,16 +28,21 @@ fn gateway() -> Example {
     Example::spawn(gateway)
 }
 
-#[test]
-fn unfinished_requests_end() {
-    let servers = [
+/// The programs that serve HTTP/1.
+fn http_servers() -> [Example; 5] {
+    [
         gateway(),
         Example::start("llm_gateway", &[]),
         Example::start("login", &[]),
         Example::start("axum", &[]),
         // Without a Redis, which would not end with this test.
         Example::start("dashboard", &[("PATH", "")]),
-    ];
+    ]
+}
+
+#[test]
+fn unfinished_requests_end() {
+    let servers = http_servers();
     let open = |text: &'static str| {
         move |server: &Example| -> TcpStream {
             let mut stream = connect(server.port).unwrap();
@@ -71,6 +76,18 @@ fn unfinished_requests_end() {
     }
     for server in &servers {
         assert!(Answer::read(server.get("/nothing")).status >= 400);
+    }
+}
+
+#[test]
+fn long_heads_are_refused() {
+    for server in &http_servers() {
+        let status = |length| {
+            let field = format!("x-long: {}", "x".repeat(length));
+            Answer::read(server.get_with("/nothing", &[&field])).status
+        };
+        assert_ne!(status(15_000), 431);
+        assert_eq!(status(17_000), 431);
     }
 }
 

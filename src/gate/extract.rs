@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use http::request::Parts;
 
-use super::MissingKey;
+use super::{MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::ALWAYS_SECOND_KEY;
@@ -79,6 +79,14 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     /// [`OnMissingKey`](crate::reject::OnMissingKey) decides whether the request passes.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 
+    /// Like [`extract`](Self::extract), for a layer, whose observer is notified of mistakes.
+    #[doc(hidden)]
+    #[inline]
+    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+        let _ = layer;
+        self.extract(request)
+    }
+
     /// Returns the forms of the keys that this extractor makes.
     #[doc(hidden)]
     fn forms(&self) -> KeyForms {
@@ -130,9 +138,14 @@ pub struct Or<A, B> {
     misses: Arc<Misses>,
 }
 
-impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
-    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        let missing = match self.first.extract(request) {
+impl<A, B> Or<A, B> {
+    /// Returns the first key, or else the second one.
+    fn find(
+        &self,
+        first: Result<Key, MissingKey>,
+        second: impl FnOnce() -> Result<Key, MissingKey>,
+    ) -> Result<Key, MissingKey> {
+        let missing = match first {
             Err(missing) if missing.may_have_another() => missing,
             // Also a malformed key: otherwise a client could choose the extractor by such a value.
             found => {
@@ -145,11 +158,22 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
             Some(of_type) => self.misses.missed(|| always_second(of_type)),
             None => self.misses.found(),
         }
-        let second = self.second.extract(request);
+        let second = second();
         if let (Ok(key), Some(observer)) = (&second, self.misses.observer()) {
             observer.second_key(&event::SecondKey::new(key));
         }
         second
+    }
+}
+
+impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+        self.find(self.first.extract(request), || self.second.extract(request))
+    }
+
+    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+        let first = self.first.extract_for(request, layer);
+        self.find(first, || self.second.extract_for(request, layer))
     }
 
     fn forms(&self) -> KeyForms {
@@ -235,6 +259,10 @@ impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
         (**self).extract(request)
     }
 
+    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+        (**self).extract_for(request, layer)
+    }
+
     fn forms(&self) -> KeyForms {
         (**self).forms()
     }
@@ -252,6 +280,10 @@ impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
 impl<R: 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
+    }
+
+    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+        (**self).extract_for(request, layer)
     }
 
     fn forms(&self) -> KeyForms {
@@ -287,6 +319,11 @@ macro_rules! tuples {
             fn extract(&self, request: &R) -> Result<Key, MissingKey> {
                 let ($($part,)+) = self;
                 Ok(Key::tuple(&[$($part.extract(request)?),+]))
+            }
+
+            fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+                let ($($part,)+) = self;
+                Ok(Key::tuple(&[$($part.extract_for(request, layer)?),+]))
             }
 
             /// A long tuple, or one of tuples, is hashed.

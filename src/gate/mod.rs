@@ -235,7 +235,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
-        let extracted = extractor.extract(request);
+        let extracted = extractor.extract_for(request, &self.notifier);
         if self.settings.dry_run {
             return self.exempt(request, extracted, grant);
         }
@@ -300,7 +300,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     fn check(&self, key: Key, policies: &Policies, request: &R, id: Option<Key>) -> Check {
         let cost = match &self.settings.cost {
-            Some(cost_of) => cost_of(request, policies),
+            Some(cost_of) => self.noticed(cost_of(request, policies), policies),
             None => 1,
         };
         let check = Check::take(key, policies, cost);
@@ -309,6 +309,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
             None if self.settles() => without_block(check),
             None => check,
         }
+    }
+
+    /// Notices that requests are never charged. A settled one may be charged later, and a request in flight counts
+    /// without a cost.
+    #[inline]
+    fn noticed(&self, cost: u32, policies: &Policies) -> u32 {
+        if !self.settles() && policies.in_flight().is_none() {
+            self.notifier.costs(cost);
+        }
+        cost
     }
 
     /// Call it once for a request: a random id is another one each time.

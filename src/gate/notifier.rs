@@ -1,5 +1,4 @@
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -12,12 +11,12 @@ use crate::leases::{has_lease, is_leasable};
 use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
-    CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, NEVER_PASSES, NO_ROUTE,
-    NOT_LEASED, ONE_NAME_TWO_QUOTAS,
+    CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, GRPC_OVER_HTTP,
+    NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
-use crate::util::{instant, lock};
+use crate::util::{OnceFlag, instant, lock};
 use crate::waiters::{ListedLayer, Waiters};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
@@ -33,21 +32,31 @@ pub struct Notifier {
 #[derive(Default)]
 struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
-    /// Whether a doubly counted request was reported. Reported once, since it may be intended.
-    reported_twice: AtomicBool,
-    /// Whether a check under a leased policy was sent. The first one shows whether blocks can decide
-    /// any. Reported once, since a deployment may start with a lease without effect.
-    sent_leased: AtomicBool,
-    /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
-    reported_cost: AtomicBool,
-    /// Whether the callers of the policies were compared with the extractor, at the first request.
-    compared_callers: AtomicBool,
-    /// Whether a status of success for a denial was reported. Reported once, since every denial gets it.
-    reported_success: AtomicBool,
-    /// Whether a call without a permit was reported. Reported once, since every call may lack it.
-    reported_unready: AtomicBool,
+    /// A doubly counted request: it may be intended.
+    counted_twice: OnceFlag,
+    /// A check under a leased policy. The first one shows whether blocks can decide any. A deployment may start with a lease
+    /// without effect.
+    sent_leased: OnceFlag,
+    /// A cost above the burst: clients may choose the cost.
+    never_passes: OnceFlag,
+    /// The first request, with which the callers of the policies are compared with the extractor.
+    compared_callers: OnceFlag,
+    /// A status of success for a denial: every denial gets it.
+    denied_with_success: OnceFlag,
+    /// A call without a permit: every call may lack it.
+    call_without_ready: OnceFlag,
+    /// A proxy that the extractor does not trust.
+    unknown_proxy: OnceFlag,
+    /// A request without an address that is counted as a peer on a unix socket.
+    no_address: OnceFlag,
+    /// A denial of a gRPC call over HTTP: every denial is one.
+    grpc_over_http: OnceFlag,
+    /// A header that does not fit the trusted proxies.
+    proxy_header: OnceFlag,
     /// The requests without a route, if the extractor counts by routes.
     routes: Misses,
+    /// The requests that cost nothing, if nothing charges them later.
+    costs: Misses,
     /// The layer in the list of its store. Its clones add no other entries.
     layer: OnceLock<ListedLayer>,
 }
@@ -59,6 +68,7 @@ impl Notifier {
     pub(crate) fn new(observer: Arc<dyn Observer>) -> Self {
         let misconfiguration = Arc::<Misconfiguration>::default();
         misconfiguration.routes.observe(&observer);
+        misconfiguration.costs.observe(&observer);
         Self {
             observer: Some(observer),
             misconfiguration,
@@ -155,7 +165,7 @@ impl Notifier {
                 .any(|outer| outer.id() == inner.id())
         });
         if let Some(policy) = both
-            && !self.misconfiguration.reported_twice.swap(true, Relaxed)
+            && self.misconfiguration.counted_twice.claim()
         {
             let name = policy.name();
             self.report(&format!(
@@ -171,7 +181,7 @@ impl Notifier {
         let mut each = decision.policies().whole().iter();
         let policy = each.find(|policy| policy.quota().capacity() < cost);
         if let Some(policy) = policy
-            && !self.misconfiguration.reported_cost.swap(true, Relaxed)
+            && self.misconfiguration.never_passes.claim()
         {
             let (name, burst) = (policy.name(), policy.quota().capacity());
             self.report(&format!(
@@ -184,7 +194,7 @@ impl Notifier {
     /// Reports, once, that a denial has a status of success.
     #[cold]
     pub(crate) fn denied_with_success(&self, status: StatusCode) {
-        if !self.misconfiguration.reported_success.swap(true, Relaxed) {
+        if self.misconfiguration.denied_with_success.claim() {
             self.report(&format!(
                 "a denial has the status {}, which tells the client that its request was served: give it \
                  `rejection.status()`, as in `(rejection.status(), Json(..)).into_response()`, or add \
@@ -194,10 +204,39 @@ impl Notifier {
         }
     }
 
+    /// Reports, once, that a gRPC call was denied over HTTP. Any client can send a gRPC request, so this is only suspected.
+    #[cold]
+    pub(crate) fn grpc_over_http(&self) {
+        if self.misconfiguration.grpc_over_http.claim() {
+            let problem = format!(
+                "a gRPC call was denied over HTTP, which clients take for an unavailable server: enable the feature `tonic` and add \
+                 `.reject(GrpcReject::new().or(HttpReject::new()))` to the layer, or ignore this if the service has no \
+                 gRPC{GRPC_OVER_HTTP}"
+            );
+            self.suspect(&problem);
+        }
+    }
+
+    /// Reports, once, if none of the first requests costs anything. Call it if nothing charges a request later.
+    #[inline]
+    pub(super) fn costs(&self, cost: u32) {
+        let costs = &self.misconfiguration.costs;
+        if cost > 0 {
+            return costs.found();
+        }
+        costs.missed(|| {
+            format!(
+                "none of the first {} requests cost anything, so the layer limits nothing: return at least 1 from `.cost(..)`, or, if \
+                 they are charged later, add `.until_body_end()` or `.settle(..)`{NO_COST}",
+                Misses::REPORT_AT
+            )
+        });
+    }
+
     /// Reports, once, that a throttle was called without a permit.
     #[cold]
     pub(crate) fn call_without_ready(&self) {
-        if !self.misconfiguration.reported_unready.swap(true, Relaxed) {
+        if self.misconfiguration.call_without_ready.claim() {
             self.report(&format!(
                 "a throttle was called before it was ready, so the call did not wait for its turn: wait for `ready().await?` \
                  before each `call`, of the same clone, or use `oneshot`{CALL_WITHOUT_READY}"
@@ -205,9 +244,44 @@ impl Notifier {
         }
     }
 
+    /// Returns `true` until a proxy was reported that the extractor does not trust.
+    #[inline]
+    pub(crate) fn notices_proxies(&self) -> bool {
+        !self.misconfiguration.unknown_proxy.is_claimed()
+    }
+
+    /// Reports, once, a proxy that the extractor does not trust: all of its clients share one count.
+    #[cold]
+    pub(crate) fn unknown_proxy(&self, problem: impl FnOnce() -> String) {
+        if self.misconfiguration.unknown_proxy.claim() {
+            self.report(&problem());
+        }
+    }
+
+    /// Returns `true` until a header was reported that does not fit the trusted proxies.
+    pub(crate) fn examines_proxy_header(&self) -> bool {
+        !self.misconfiguration.proxy_header.is_claimed()
+    }
+
+    /// Reports, once, a header that does not fit the trusted proxies. A client may cause it, so it is only suspected.
+    #[cold]
+    pub(crate) fn proxy_header(&self, problem: impl FnOnce() -> String) {
+        if self.misconfiguration.proxy_header.claim() {
+            self.suspect(&problem());
+        }
+    }
+
+    /// Reports, once, a request without an address.
+    #[cold]
+    pub(crate) fn no_address(&self, problem: impl FnOnce() -> String) {
+        if self.misconfiguration.no_address.claim() {
+            self.report(&problem());
+        }
+    }
+
     /// Returns `true` once, for the first request.
     pub(super) fn compares_callers(&self) -> bool {
-        !self.misconfiguration.compared_callers.swap(true, Relaxed)
+        self.misconfiguration.compared_callers.claim()
     }
 
     /// Reports callers whose key an extractor cannot make.
@@ -267,14 +341,14 @@ impl Notifier {
                 "two layers or limiters have a policy {name:?}, one with {other} and one with {quota}, and they share one count per \
                  caller: give each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
             );
-            or_log(self.observer.as_ref()).suspected(&event::Suspected::new(&problem));
+            self.suspect(&problem);
         }
     }
 
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.load(Relaxed) {
+        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.is_claimed() {
             self.examine_lease(store, &check);
         }
         store.check(check)
@@ -287,7 +361,7 @@ impl Notifier {
             return;
         }
         if is_leasable(check) && store.backend().leases() {
-            self.misconfiguration.sent_leased.store(true, Relaxed);
+            self.misconfiguration.sent_leased.claim();
         } else {
             self.never_leased(check.policies());
         }
@@ -295,7 +369,7 @@ impl Notifier {
 
     /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
     pub(crate) fn never_leased(&self, policies: &Policies) {
-        if has_lease(policies) && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
+        if has_lease(policies) && self.misconfiguration.sent_leased.claim() {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())
@@ -310,6 +384,10 @@ impl Notifier {
 
     fn report(&self, problem: &str) {
         or_log(self.observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
+    }
+
+    fn suspect(&self, problem: &str) {
+        or_log(self.observer.as_ref()).suspected(&event::Suspected::new(problem));
     }
 }
 

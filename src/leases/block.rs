@@ -86,7 +86,7 @@ impl Block {
 }
 
 /// Returns the decision on a check whose cost is taken from the grant of the block's decision, `age` after it, so that `left`
-/// of the grant is left. What the store reported to remain is added to that. A [refund](Decision::refund) treats the part as
+/// of the grant is left. The remaining amount that the store reported is added to that. A [refund](Decision::refund) treats the part as
 /// if it had been charged alone at the time of the block's decision.
 fn part(of_block: &Decision, check: Check, left: u32, age: Duration) -> Decision {
     let mut verdicts = of_block.verdicts().clone();

@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, Once, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Share, Store, op_queue};
-use crate::util::{Digest, Shards, contain, instant, lock};
+use crate::util::{Digest, OnceFlag, Shards, contain, instant, lock};
 
 /// The state that the clones of a [`Leased`](super::Leased) share.
 pub(super) struct SharedLeases<S: Store> {
@@ -37,7 +37,7 @@ pub(super) struct SharedLeases<S: Store> {
     is_shut_down: AtomicBool,
     /// The task that refunds expired blocks and drops idle callers.
     sweeper: TaskOwner,
-    short_lease_reported: Once,
+    short_lease_reported: OnceFlag,
 }
 
 /// Some of the busy callers, by the digest of caller and policies.
@@ -74,7 +74,7 @@ impl<S: Store> SharedLeases<S> {
             awaited: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),
-            short_lease_reported: Once::new(),
+            short_lease_reported: OnceFlag::new(),
         })
     }
 
@@ -251,10 +251,11 @@ impl<S: Store> SharedLeases<S> {
         }
         drop(callers);
         self.end_blocks(ended);
-        if let Some(problem) = problem {
+        if let Some(problem) = problem
+            && self.short_lease_reported.claim()
+        {
             let event = event::Misconfigured::new(&problem);
-            self.short_lease_reported
-                .call_once(|| _ = contain(|| or_log(self.observer.get()).misconfigured(&event)));
+            contain(|| or_log(self.observer.get()).misconfigured(&event));
         }
     }
 

@@ -31,7 +31,7 @@ pub struct Check {
     sending: Sending,
     /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
-    /// What few checks have, boxed.
+    /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
 }
 
@@ -55,7 +55,7 @@ pub(crate) enum SentBy {
     Retry,
 }
 
-/// What few checks have.
+/// Rarely used fields.
 #[derive(Debug, Clone)]
 pub(crate) enum Extra {
     Id(Key),
@@ -220,7 +220,7 @@ impl Check {
         }
     }
 
-    /// Adds what few checks have, in place of any other.
+    /// Sets the rarely used fields.
     pub(crate) fn with_extra(self, extra: Extra) -> Self {
         Self {
             extra: Some(Box::new(extra)),
@@ -281,7 +281,7 @@ impl Check {
         self.slot
     }
 
-    /// Returns what few checks have.
+    /// Returns the rarely used fields.
     #[inline]
     pub(crate) fn extra(&self) -> Option<&Extra> {
         self.extra.as_deref()

@@ -1,8 +1,8 @@
 use std::any::Any;
 use std::sync::OnceLock;
 
-/// Values that other modules keep with a list of policies, one of each type. Without locks: a list of cells, each of which is
-/// written once. Few types are used, and usually one.
+/// Values that other modules keep with a list of policies, one of each type. It takes no lock: each cell is written once.
+/// Few types are used, and usually one.
 #[derive(Default)]
 pub(super) struct Extensions {
     value: OnceLock<Box<dyn Any + Send + Sync>>,

@@ -152,7 +152,7 @@ impl Policies {
     }
 
     /// Returns the number of policies: 1 to [`MAX`](Self::MAX).
-    #[expect(clippy::len_without_is_empty, reason = "a list is never empty")]
+    #[allow(clippy::len_without_is_empty, reason = "a list is never empty")]
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }
@@ -283,7 +283,7 @@ impl fmt::Debug for Policies {
 
 impl PartialEq for Policies {
     fn eq(&self, other: &Self) -> bool {
-        // The shortcut is for the checks of a batch, most of which have clones of one list.
+        // A shortcut for the checks of a batch: most have clones of one list.
         Arc::ptr_eq(&self.0, &other.0) || self.as_slice() == other.as_slice()
     }
 }

@@ -45,32 +45,36 @@ pub(super) fn of_pause(quota: Quota) -> String {
     quota.to_string()
 }
 
+/// A strategy, a quota, and their span.
+#[cfg(test)]
+pub(crate) fn examples() -> [(Strategy, &'static str, &'static str); 10] {
+    let window = |offset| {
+        Strategy::FixedWindow(Align::Clock {
+            offset: std::time::Duration::from_secs(offset),
+        })
+    };
+    [
+        (window(0), "10/m", "1m"),
+        (window(22 * 3_600), "10/d", "1d+22h"),
+        (Strategy::FixedWindow(Align::FirstHit), "10/90s", "90s+hit"),
+        (Strategy::SlidingLog, "5/15m", "15m"),
+        (Strategy::SlidingCounter, "5/60m", "1h"),
+        (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
+        (Strategy::TokenBucket(Refill::Greedy), "5/m", ""),
+        (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "i"),
+        (Strategy::LeakyBucket, "1000/h burst 1000", ""),
+        (Strategy::Gcra, "100/s burst 200", ""),
+    ]
+}
+
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::limit::Policy;
 
     #[test]
     fn a_span_is_what_the_count_depends_on() {
-        let window = |offset| {
-            Strategy::FixedWindow(Align::Clock {
-                offset: Duration::from_secs(offset),
-            })
-        };
-        for (strategy, quota, span) in [
-            (window(0), "10/m", "1m"),
-            (window(22 * 3_600), "10/d", "1d+22h"),
-            (Strategy::FixedWindow(Align::FirstHit), "10/90s", "90s+hit"),
-            (Strategy::SlidingLog, "5/15m", "15m"),
-            (Strategy::SlidingCounter, "5/60m", "1h"),
-            (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
-            (Strategy::TokenBucket(Refill::Greedy), "5/m", ""),
-            (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "i"),
-            (Strategy::LeakyBucket, "1000/h burst 1000", ""),
-            (Strategy::Gcra, "100/s burst 200", ""),
-        ] {
+        for (strategy, quota, span) in examples() {
             let policy = Policy::new("api", strategy, quota).unwrap();
             assert_eq!(policy.span(), span);
         }

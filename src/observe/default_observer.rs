@@ -3,9 +3,10 @@
 use std::error::Error as _;
 use std::fmt;
 use std::io::Write as _;
-use std::sync::{Arc, Once};
+use std::sync::Arc;
 
 use super::{Observer, event};
+use crate::util::OnceFlag;
 
 /// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
@@ -22,9 +23,9 @@ struct DefaultObserver;
 /// Returns one log for the whole process, so that a problem that several layers or stores report at
 /// the same time is logged once.
 fn shared_log() -> Option<&'static dyn Observer> {
-    // Without a subscriber, the events would be lost.
+    // Without a subscriber, or behind a filter, the events would be lost.
     #[cfg(feature = "tracing")]
-    if tracing::dispatcher::has_been_set() {
+    if tracing::enabled!(tracing::Level::ERROR) {
         use std::sync::LazyLock;
 
         static LOG: LazyLock<super::TracingObserver> = LazyLock::new(super::TracingObserver::new);
@@ -35,13 +36,13 @@ fn shared_log() -> Option<&'static dyn Observer> {
 
 /// Logs that the environment variable of Redis's URL is not set: its name may be misspelled.
 pub(crate) fn log_unset(variable: &str) {
-    static PRINTED: Once = Once::new();
+    static PRINTED: OnceFlag = OnceFlag::new();
     let problem = format!(
         "the environment variable {variable} is not set, so limits are counted in this process only: set {variable}=local if that \
          is intended, or use `require_env` instead of `from_env` to fail"
     );
     #[cfg(feature = "tracing")]
-    if tracing::dispatcher::has_been_set() {
+    if tracing::enabled!(tracing::Level::WARN) {
         return tracing::warn!("{problem}");
     }
     print_once(&PRINTED, format_args!("{problem}"));
@@ -69,7 +70,7 @@ impl Observer for DefaultObserver {
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        static PRINTED: Once = Once::new();
+        static PRINTED: OnceFlag = OnceFlag::new();
         match shared_log() {
             Some(log) => log.misconfigured(event),
             None => print_once(
@@ -86,7 +87,7 @@ impl Observer for DefaultObserver {
     }
 
     fn degraded(&self, event: &event::Degraded<'_>) {
-        static PRINTED: Once = Once::new();
+        static PRINTED: OnceFlag = OnceFlag::new();
         match shared_log() {
             Some(log) => log.degraded(event),
             None => {
@@ -126,16 +127,14 @@ impl Observer for DefaultObserver {
 }
 
 /// Prints a problem to standard error, once per `printed`, in debug builds only.
-fn print_once(printed: &Once, problem: fmt::Arguments<'_>) {
-    if cfg!(debug_assertions) {
-        printed.call_once(|| {
-            // `eprintln!` would panic if standard error is closed.
-            let _ = writeln!(
-                std::io::stderr(),
-                "tower-redis-ratelimit: {problem}\n\
-                 Printed once, in debug builds only. To get all reports, set an observer, or enable the feature `tracing` \
-                 and install a subscriber."
-            );
-        });
+fn print_once(printed: &OnceFlag, problem: fmt::Arguments<'_>) {
+    if cfg!(debug_assertions) && printed.claim() {
+        // `eprintln!` would panic if standard error is closed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "tower-redis-ratelimit: {problem}\n\
+             Printed once, in debug builds only. To get all reports, set an observer, or enable the feature `tracing` \
+             and install a subscriber that does not filter the target `tower_redis_ratelimit`."
+        );
     }
 }

@@ -38,6 +38,11 @@ mistakes! {
     DENIED_WITH_SUCCESS = "denied-with-success",
     CALL_WITHOUT_READY = "call-without-ready",
     SMALL_SHARE = "small-share",
+    GRPC_OVER_HTTP = "grpc-over-http",
+    NO_COST = "no-cost",
+    PROXY_HEADER = "proxy-header",
+    NESTED_PATTERN = "nested-pattern",
+    UPGRADE_WITHOUT_COST = "upgrade-without-cost",
 }
 
 /// Returns the code that a message ends with.

@@ -10,6 +10,7 @@ use crate::background::{OpQueue, PendingOp};
 use crate::held_slots::Slot;
 use crate::leases::without_block;
 use crate::limit::{Charge, Check, Decision};
+use crate::observe::mistakes::UPGRADE_WITHOUT_COST;
 use crate::util::{instant, lock};
 
 /// The charges of one request. Dropping it settles them.
@@ -111,6 +112,17 @@ impl Settlement {
 const UNUSED: u64 = u64::MAX;
 
 impl RequestCharges {
+    /// Suspects that an upgraded connection is not counted, since nothing else keeps these charges.
+    #[cold]
+    pub(crate) fn upgraded_alone(&self) {
+        if !lock(&self.state).in_flight.is_empty() {
+            self.ops.suspect(&format!(
+                "an upgraded connection, such as a WebSocket, is not counted in flight, since its task keeps no `RequestCost`: take one \
+                 in the handler and move it into the task{UPGRADE_WITHOUT_COST}"
+            ));
+        }
+    }
+
     /// Creates the charges of a request, which may have reserved nothing. By default the handles
     /// determine the cost.
     pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {

@@ -52,6 +52,14 @@ impl RequestCost {
         self.charges.count_for(outer.charges);
     }
 
+    /// Examines the last handle of a request whose response upgrades the connection: the response ends before that.
+    #[cold]
+    pub(crate) fn upgraded(&self) {
+        if Arc::strong_count(&self.charges) == 1 {
+            self.charges.upgraded_alone();
+        }
+    }
+
     pub(crate) fn charges(&self) -> &RequestCharges {
         &self.charges
     }

@@ -8,7 +8,7 @@ pub(crate) struct Settled {
 }
 
 impl Settled {
-    /// Returns the decision after the settlement, as far as that is known without a call to the store.
+    /// Returns the decision after the settlement, without a call to the store, so it is an estimate.
     pub(crate) fn update(self, decision: Decision) -> Decision {
         // Positive: refunded. Negative: charged.
         let back = i64::from(self.reserved) - i64::from(self.cost);
@@ -21,8 +21,7 @@ impl Settled {
     }
 }
 
-/// Updates a verdict after `back` was refunded (charged if negative), as far as that is known
-/// without a call to the store.
+/// Updates a verdict after `back` was refunded (charged if negative).
 fn refund(verdict: &mut Verdict, policy: &Policy, back: i64) {
     if policy.is_in_flight() {
         // The request is still in flight, and counts as one regardless of its cost.

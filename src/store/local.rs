@@ -449,7 +449,6 @@ mod tests {
 
     use super::*;
     use crate::limit::{Align, Strategy};
-    use crate::store::part_of;
 
     fn ask(store: &LocalStore, check: Check) -> Decision {
         store.check(check).now_or_never().unwrap().unwrap()
@@ -484,12 +483,6 @@ mod tests {
             here.backend().warm(&Key::GLOBAL, &used);
             let left = ask(&here, Check::up_to(Key::GLOBAL, &new, 100)).granted();
             assert_eq!(left, 10, "{strategy}");
-            // A share of one half.
-            let here = LocalStore::default();
-            here.backend().warm(&Key::GLOBAL, &used);
-            let share = Policies::from(part_of(&new[0], 2.try_into().unwrap()));
-            let left = ask(&here, Check::up_to(Key::GLOBAL, &share, 100)).granted();
-            assert_eq!(left, 5, "{strategy}");
         }
     }
 }

@@ -43,8 +43,6 @@ pub use crate::limit::Counts;
 pub use crate::waiters::Waiters;
 pub(crate) use backend::{Hooks, Unreconciled, Withdraw};
 pub(crate) use debt::charge_debt_of;
-#[cfg(test)]
-pub(crate) use fallback::share::part_of;
 pub(crate) use flush::flush;
 
 use crate::background::{OpQueue, SentCheck};

@@ -1,8 +1,8 @@
-//! Copies of what requests clone, against contention.
+//! Copies of shared values for each processor, against contention.
 //!
 //! Cloning an `Arc` writes to its counter, so threads that clone the same `Arc` on several processors wait for each other. A
 //! request clones the `Arc`s of its thread's copy instead. The `Clone` of the settings of a layer makes such a copy: a
-//! [list of policies](own_list) and a [pointer](OwnCount) with counters of their own.
+//! [list of policies](own_list) and a [pointer](OwnCount) with separate counters.
 
 use std::fmt;
 use std::ops::Deref;
@@ -23,7 +23,7 @@ pub(crate) struct Copies<T>(Arc<[T]>);
 )]
 pub(crate) struct OwnCount<T>(Arc<Arc<T>>);
 
-/// Returns a list of the same policies with a counter of its own.
+/// Returns a list of the same policies with a separate counter.
 pub(crate) fn own_list(policies: &Policies) -> Policies {
     // It cannot fail: the list is valid.
     Policies::new(policies.iter().cloned()).unwrap_or_else(|_| policies.clone())
@@ -63,7 +63,7 @@ impl<T> OwnCount<T> {
         Self(Arc::new(value))
     }
 
-    /// Returns a pointer to the same value with a counter of its own.
+    /// Returns a pointer to the same value with a separate counter.
     pub(crate) fn copy(&self) -> Self {
         Self::new(Arc::clone(&self.0))
     }

@@ -1,5 +1,4 @@
-//! Small helpers, and the maps and copies that several rooms share. They know no other module but `limit`, for keys and
-//! policies.
+//! Small helpers, and the maps and copies that several rooms share. They import no module but `limit`, for keys and policies.
 
 pub(crate) mod bounded_map;
 mod clock;

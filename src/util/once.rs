@@ -15,9 +15,9 @@ impl OnceFlag {
         self.0.load(Relaxed)
     }
 
-    /// Returns `true` for the first call only, of all threads.
+    /// Returns `true` for the first call only, of all threads. Later calls write nothing.
     pub(crate) fn claim(&self) -> bool {
-        !self.0.swap(true, Relaxed)
+        !self.is_claimed() && !self.0.swap(true, Relaxed)
     }
 }
 

@@ -380,7 +380,8 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         } else {
             0
         };
-        let most = opened * (TASKS as u64 + 3 + of_blocks) + late;
+        let in_doubt = load.total(|events| &events.in_doubt);
+        let most = opened * (TASKS as u64 + 3 + of_blocks) + late + in_doubt;
         assert!(
             failed <= most,
             "{failed} checks were not answered, of {most} that may be"

@@ -110,6 +110,8 @@ pub struct Events {
     pub failed: AtomicU64,
     /// The longest time by which the runtime was late for one check, in microseconds.
     pub late: AtomicU64,
+    /// The checks without a reply that ended when the runtime was late, which is no evidence about Redis.
+    pub in_doubt: AtomicU64,
     /// The kinds of these failures.
     pub kinds: Mutex<HashSet<ErrorKind>>,
     pub degraded: AtomicU64,
@@ -147,6 +149,7 @@ impl Observer for Notes {
 
     fn runtime_late(&self, event: &event::RuntimeLate) {
         self.0.late.fetch_max(event.by.as_micros() as u64, SeqCst);
+        self.0.in_doubt.fetch_add(u64::from(event.gave_up), SeqCst);
         self.0.failed.fetch_add(event.gave_up.into(), SeqCst);
     }
 

@@ -81,7 +81,8 @@ impl Rotation {
     /// Replaces the user several times.
     async fn rotate(&self, servers: &[&RedisServer]) {
         for number in 1..=ROTATIONS {
-            sleep(INTERVAL - OVERLAP).await;
+            let since = self.current.lock().unwrap().1;
+            sleep(INTERVAL.saturating_sub(since.elapsed())).await;
             add_user(servers, number).await;
             *self.current.lock().unwrap() = (number, Instant::now());
             sleep(OVERLAP).await;

@@ -21,29 +21,28 @@ fn builder(servers: impl Into<Servers>, ca: &Authority, own: &Certificate) -> Re
         .timeout(Duration::from_secs(20))
 }
 
+/// Starts a cluster of one node with TLS, and more options.
+async fn cluster_of_one(ca: &Authority, certificate: &Certificate, options: &[&str]) -> TlsServer {
+    let bus = free_port().to_string();
+    let mut args = vec!["--cluster-enabled", "yes", "--cluster-port", &bus];
+    args.extend(["--tls-cluster", "yes"]);
+    args.extend(options);
+    let node = TlsServer::start_with(ca, certificate, &args);
+    let _: String = node.server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
+    until("it serves its slots", async || {
+        let info: String = node.server.command("CLUSTER INFO").await;
+        info.contains("cluster_state:ok")
+    })
+    .await;
+    node
+}
+
 /// The nodes of a cluster announce their TLS ports.
 #[tokio::test]
 async fn a_cluster() {
     let ca = Authority::new();
     let own = ca.sign("service.example");
-    let bus = free_port().to_string();
-    let cluster = [
-        "--cluster-enabled",
-        "yes",
-        "--cluster-port",
-        &bus,
-        "--tls-cluster",
-        "yes",
-    ];
-    let node = TlsServer::start_with(&ca, &ca.sign(HOST), &cluster);
-    let _: String = node.server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
-    until("it serves its slots", async || {
-        node.server
-            .command::<String>("CLUSTER INFO")
-            .await
-            .contains("cluster_state:ok")
-    })
-    .await;
+    let node = cluster_of_one(&ca, &ca.sign(HOST), &[]).await;
     let url = format!("rediss+cluster://127.0.0.1:{}", node.port);
     let store = builder(url.as_str(), &ca, &own).connect().await.unwrap();
     // Close the port without TLS.
@@ -177,18 +176,11 @@ fn a_busy_runtime_keeps_the_limit() {
 #[tokio::test]
 async fn a_mapped_node_has_a_certificate_for_its_name() {
     let ca = Authority::new();
-    let bus = free_port().to_string();
     let certificate = ca.sign_with(HOST, |params| {
         let name = "localhost".try_into().unwrap();
         params.subject_alt_names.push(rcgen::SanType::DnsName(name));
     });
-    let cluster = [
-        "--cluster-enabled",
-        "yes",
-        "--cluster-port",
-        &bus,
-        "--tls-cluster",
-        "yes",
+    let options = [
         "--tls-auth-clients",
         "no",
         "--cluster-announce-hostname",
@@ -196,13 +188,7 @@ async fn a_mapped_node_has_a_certificate_for_its_name() {
         "--cluster-preferred-endpoint-type",
         "hostname",
     ];
-    let node = TlsServer::start_with(&ca, &certificate, &cluster);
-    let _: String = node.server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
-    until("it serves its slots", async || {
-        let info: String = node.server.command("CLUSTER INFO").await;
-        info.contains("cluster_state:ok")
-    })
-    .await;
+    let node = cluster_of_one(&ca, &certificate, &options).await;
     let connect = async |reached: &'static str, server_name: Option<&str>| {
         let url = format!("rediss+cluster://localhost:{}", node.port);
         let mut builder = RedisStore::builder(url).root_certificates(ca.pem());

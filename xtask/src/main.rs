@@ -16,6 +16,8 @@ mod pages;
 mod release;
 mod screenshots;
 mod servers;
+#[cfg(test)]
+mod sources;
 mod svg;
 mod test;
 mod unused;

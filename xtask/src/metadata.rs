@@ -88,6 +88,12 @@ impl Metadata {
         Ok(())
     }
 
+    /// The packages of the workspace.
+    pub(crate) fn members(&self) -> impl Iterator<Item = &Value> {
+        let ids = self.0["workspace_members"].as_array();
+        ids.into_iter().flatten().map(|id| self.package(id))
+    }
+
     fn library(&self) -> &Value {
         self.package(&self.0["resolve"]["root"])
     }

@@ -1,11 +1,9 @@
 //! Each type of the library has a name of its own, so that a search for it finds one thing.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
 
 use crate::Result;
-use crate::command::root;
+use crate::sources::{Source, sources};
 
 /// Names of several types, with the reason.
 const SEVERAL: &[(&str, &str)] = &[(
@@ -16,8 +14,17 @@ const KEYWORDS: [&str; 5] = ["struct ", "enum ", "trait ", "type ", "union "];
 
 #[test]
 fn each_type_has_a_name_of_its_own() -> Result {
-    let mut places = BTreeMap::new();
-    read(&root().join("src"), &mut places)?;
+    let mut places = BTreeMap::<String, Vec<String>>::new();
+    for Source { path, text } in sources() {
+        // The simulations model the library with the names of what they model.
+        if path.starts_with("simulation/") {
+            continue;
+        }
+        for name in text.lines().filter_map(declared) {
+            let files = places.entry(name.to_owned()).or_default();
+            files.push(path.clone());
+        }
+    }
     let mut problems = vec![];
     for (name, files) in places {
         let is_listed = SEVERAL.iter().any(|(listed, _)| *listed == name);
@@ -31,34 +38,6 @@ fn each_type_has_a_name_of_its_own() -> Result {
         return Ok(());
     }
     Err(problems.join("\n"))
-}
-
-/// Reads the types in the files of a folder. The simulations model the library with the names of what they model, and
-/// tests are read on their own.
-fn read(folder: &Path, places: &mut BTreeMap<String, Vec<String>>) -> Result {
-    let list = fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    for entry in list {
-        let path = entry.map_err(|error| error.to_string())?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with("tests") || name == "simulation" {
-            continue;
-        }
-        if path.is_dir() {
-            read(&path, places)?;
-            continue;
-        }
-        let text =
-            fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        for line in text.lines() {
-            if let Some(name) = declared(line) {
-                places
-                    .entry(name.to_owned())
-                    .or_default()
-                    .push(path.display().to_string());
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Returns the name of the type that a line at the top of a module declares.

@@ -18,8 +18,10 @@ const TIME_LINE: &str = "main > section";
 pub(crate) fn screenshots() -> Result {
     let mut browser = Browser::start()?;
     check_pictures(&mut browser)?;
-    cargo(&["build", "--package", "examples", "--example", "dashboard"])?;
-    let example = Example::start()?;
+    let examples = ["--example", "dashboard", "--example", "strategies"];
+    cargo(&[&["build", "--package", "examples"][..], &examples].concat())?;
+    check_strategies(&mut browser)?;
+    let example = Example::start("dashboard")?;
     let url = &example.url;
 
     browser.set_viewport(1200, "light")?;
@@ -31,7 +33,7 @@ pub(crate) fn screenshots() -> Result {
             &in_last_records(40, "all(record.allowed) > 100"),
         ),
     )?;
-    check_names(&mut browser)?;
+    check_names(&mut browser, &["button", "textbox", "image", "table"])?;
     save_screenshot(&mut browser, "before", "body")?;
 
     let by_redis = "!record.local && record.allowed.redis > 100";
@@ -91,18 +93,77 @@ pub(crate) fn screenshots() -> Result {
     if unanswered != 0 {
         return Err(format!("{unanswered} requests were not answered"));
     }
-    let others: Vec<_> = browser
-        .urls
+    check_requests(&mut browser, url)
+}
+
+/// Checks that the page has requested nothing elsewhere since the last check, and has no errors.
+fn check_requests(browser: &mut Browser, url: &str) -> Result {
+    let urls = std::mem::take(&mut browser.urls);
+    let others: Vec<_> = urls
         .iter()
         .filter(|other| !other.starts_with(url) && !other.starts_with("data:"))
+        .filter(|other| !other.starts_with("file:"))
         .collect();
-    if !others.is_empty() || !browser.errors.is_empty() {
-        return Err(format!(
+    match others.is_empty() && browser.errors.is_empty() {
+        true => Ok(()),
+        false => Err(format!(
             "the page requests foreign URLs {others:?}, or has errors: {:#?}",
             browser.errors
-        ));
+        )),
     }
-    Ok(())
+}
+
+/// Operates the page of `examples/strategies`.
+fn check_strategies(browser: &mut Browser) -> Result {
+    let example = Example::start("strategies")?;
+    for (width, scheme) in [
+        (1200, "light"),
+        (1200, "dark"),
+        (390, "dark"),
+        (390, "light"),
+    ] {
+        browser.set_viewport(width, scheme)?;
+        browser.open(&example.url)?;
+        browser.wait_until(
+            "nine strategies answer",
+            "document.querySelectorAll('section svg').length === 9",
+        )?;
+        browser.wait_until(
+            "nothing needs scrolling to the right",
+            &format!("document.documentElement.scrollWidth <= {width}"),
+        )?;
+    }
+    check_names(browser, &["image", "textbox", "combobox"])?;
+    choose(browser, "quota", "10/10s burst 20")?;
+    browser.wait_until(
+        "windows refuse a burst, and buckets answer",
+        "document.querySelectorAll('section svg').length === 4",
+    )?;
+    choose(browser, "quota", "ten")?;
+    browser.wait_until(
+        "a wrong quota gets the reason",
+        "document.getElementById('problem').textContent.startsWith('\"ten\" is not a valid quota')",
+    )?;
+    choose(browser, "quota", "100/min")?;
+    choose(browser, "pattern", "polite")?;
+    browser.wait_until(
+        "another pattern is shown",
+        "document.querySelectorAll('section svg').length === 9 && document.getElementById('problem').textContent === ''",
+    )?;
+    // The browser logs each rejected quota.
+    browser
+        .errors
+        .retain(|error| !error.contains("400 (Bad Request)"));
+    check_requests(browser, &example.url)
+}
+
+/// Types or selects a value.
+fn choose(browser: &mut Browser, id: &str, value: &str) -> Result {
+    let script = format!(
+        "(() => {{ const input = document.getElementById('{id}'); input.value = '{value}';
+            input.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
+    );
+    browser.evaluate(&script).map(drop)
 }
 
 /// Checks the pictures of the documentation, as drawn with light and with dark colors.
@@ -179,13 +240,13 @@ fn press(browser: &mut Browser, button: &str) -> Result {
     ))
 }
 
-/// Checks that all controls and images have accessible names.
-fn check_names(browser: &mut Browser) -> Result {
+/// Checks that all controls and images with these roles have accessible names.
+fn check_names(browser: &mut Browser, wanted: &[&str]) -> Result {
     let roles = browser.roles_and_names()?;
-    for role in ["button", "textbox", "image", "table"] {
+    for role in wanted {
         let names: Vec<_> = roles
             .iter()
-            .filter(|other| other.0 == role)
+            .filter(|other| other.0 == *role)
             .map(|(_, name)| name)
             .collect();
         if names.is_empty() || names.iter().any(|name| name.is_empty()) {
@@ -223,8 +284,8 @@ struct Example {
 }
 
 impl Example {
-    fn start() -> Result<Self> {
-        let program = root().join("target/debug/examples/dashboard");
+    fn start(name: &str) -> Result<Self> {
+        let program = root().join("target/debug/examples").join(name);
         let mut command = Command::new(&program);
         let mut process = command
             .env("PORT", "0")

@@ -16,7 +16,7 @@ pub(crate) fn test() -> Result {
     cargo(&["fmt", "--all", "--check"])?;
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
-    unused::check()?;
+    unused::check(&metadata)?;
     let version = metadata.rust_version().to_owned();
     // Run this concurrently: it shares nothing with the other steps, and most of them use one processor.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));

@@ -4,25 +4,17 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
 use crate::Result;
 use crate::command::root;
+use crate::metadata::Metadata;
 
 /// Checks all packages of the workspace.
-pub(crate) fn check() -> Result {
-    let output = Command::new("cargo")
-        .args(["metadata", "--format-version", "1", "--no-deps"])
-        .current_dir(root())
-        .stderr(Stdio::inherit())
-        .output()
-        .map_err(|error| format!("cargo metadata: {error}"))?;
-    let metadata: Value = serde_json::from_slice(&output.stdout)
-        .map_err(|error| format!("cargo metadata: {error}"))?;
+pub(crate) fn check(metadata: &Metadata) -> Result {
     let mut unused = vec![];
-    for package in metadata["packages"].as_array().into_iter().flatten() {
+    for package in metadata.members() {
         unused.extend(unused_of(package));
     }
     match &unused[..] {

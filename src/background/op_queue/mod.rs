@@ -37,7 +37,7 @@ use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::{Observer, event, or_log};
-use crate::util::{OwnCount, contain, instant, lock, polled_after_completion};
+use crate::util::{OnceFlag, OwnCount, contain, instant, lock, polled_after_completion};
 
 /// Sends operations to one store, and reports failures to the observer. Clones share the queue.
 ///
@@ -88,6 +88,7 @@ struct SharedQueue {
     sender: TaskOwner,
     /// The first runtime that has used the queue.
     first_runtime: OnceLock<Handle>,
+    suspected: OnceFlag,
 }
 
 #[derive(Default)]
@@ -163,6 +164,7 @@ impl OpQueue {
             new_work: Notify::new(),
             sender: TaskOwner::new(),
             first_runtime: OnceLock::new(),
+            suspected: OnceFlag::new(),
         }))
     }
 
@@ -189,6 +191,13 @@ impl OpQueue {
         let work = lock(&self.shared.work);
         let room = MAX_RENEWALS.saturating_sub(work.renewals.len());
         room.min(CAPACITY.saturating_sub(work.waiting()))
+    }
+
+    /// Notifies the observer, once, of a possible mistake in the use of the charges.
+    pub(crate) fn suspect(&self, problem: &str) {
+        if self.shared.suspected.claim() {
+            or_log(self.shared.observer.as_ref()).suspected(&event::Suspected::new(problem));
+        }
     }
 
     /// Notifies the observer that the queue has no room for an operation of this caller.
@@ -237,7 +246,7 @@ impl OpQueue {
         self.shared.lost.load(Ordering::Acquire)
     }
 
-    /// Returns the same queue with a [reference count of its own](OwnCount).
+    /// Returns the same queue with a separate [reference count](OwnCount).
     pub(crate) fn copy(&self) -> Self {
         Self {
             shared: self.shared.copy(),

@@ -190,7 +190,8 @@ impl Decision {
     /// then proceed.
     ///
     /// ```
-    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RateLimited, Strategy};
+    /// use tower_redis_ratelimit::check::RateLimited;
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Strategy};
     ///
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -26,7 +26,7 @@ mod token_bucket;
 mod writer;
 
 #[cfg(test)]
-pub(crate) use tests::{Model, most_spent};
+pub(crate) use tests::{Model, most_spent, quota as any_quota, room, vary};
 
 pub use ask::Mode;
 pub use fixed_window::Align;

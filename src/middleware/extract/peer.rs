@@ -2,17 +2,14 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::slice;
-use std::sync::{Arc, Mutex, Weak};
 
 use http::HeaderName;
 use http::header::FORWARDED;
 use http::request::Parts;
 
-use crate::gate::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
-use crate::observe::mistakes::{NO_PEER_ADDRESS, UNKNOWN_PROXY};
-use crate::observe::{Observer, event, or_log};
-use crate::util::{OnceFlag, lock};
+use crate::observe::mistakes::{NO_PEER_ADDRESS, PROXY_HEADER, UNKNOWN_PROXY};
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
 ///
@@ -55,15 +52,15 @@ impl PeerIp {
 
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        Peer::of(request, |peer| peer).key(64)
+    }
+
+    fn extract_for(&self, request: &Parts, layer: &Notifier) -> Result<Key, MissingKey> {
         let peer = Peer::of(request, |peer| {
-            UNKNOWN_PROXIES.notice(peer, request, None);
+            notice_proxy(layer, peer, request, None);
             peer
         });
         peer.key(64)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        UNKNOWN_PROXIES.observe(observer);
     }
 
     fn forms(&self) -> KeyForms {
@@ -85,6 +82,18 @@ pub(super) fn is_shared(address: IpAddr) -> bool {
         return false;
     };
     matches!(v4.octets(), [100, second, ..] if second & 0xc0 == 64)
+}
+
+/// Returns the argument of `trust` for a proxy. The proxies of a platform have many addresses of a network that is not
+/// routed.
+pub(super) fn trusting(proxy: IpAddr) -> String {
+    if is_link_local(proxy) {
+        return "link-local".to_owned();
+    }
+    if is_shared(proxy) {
+        return "shared".to_owned();
+    }
+    proxy.to_string()
 }
 
 /// Returns `true` for an address of this machine or of a private network.
@@ -121,6 +130,18 @@ impl Peer {
             return Self::Unix;
         }
         Self::Unknown
+    }
+
+    /// Returns `true` for a peer that is probably in the service's own network.
+    #[inline]
+    pub(super) fn is_near(self) -> bool {
+        match self {
+            Self::Address(address) => {
+                is_private(address) || is_link_local(address) || is_shared(address)
+            }
+            Self::Unix => true,
+            Self::Unknown => false,
+        }
     }
 
     /// Returns the key, with an IPv6 prefix of this many bits.
@@ -220,131 +241,91 @@ fn is_unix(_: &Parts) -> bool {
     false
 }
 
-/// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count.
-pub(super) struct UnknownProxy {
-    /// The first observer, while its layer exists.
-    observer: Mutex<Option<Weak<dyn Observer>>>,
-    reported: OnceFlag,
-    no_address_reported: OnceFlag,
-}
-
-/// One for the process: [`PeerIp`] has no state, and the same proxies are in front of all layers.
-pub(super) static UNKNOWN_PROXIES: UnknownProxy = UnknownProxy::new();
-
 /// The headers that a proxy sends.
 static HEADERS: [HeaderName; 2] = [HeaderName::from_static("x-forwarded-for"), FORWARDED];
 
-impl UnknownProxy {
-    const fn new() -> Self {
-        Self {
-            observer: Mutex::new(None),
-            reported: OnceFlag::new(),
-            no_address_reported: OnceFlag::new(),
-        }
-    }
-
-    /// Keeps the first observer that still exists.
-    pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
-        let mut first = lock(&self.observer);
-        // Another one takes over when the layers with the first one are dropped.
-        let is_alive = match &*first {
-            Some(first) => first.strong_count() > 0,
-            None => false,
+/// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count. Checks a
+/// request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
+/// peer with a public address may be a client that forges the header, so it is not reported.
+#[inline(always)]
+pub(super) fn notice_proxy(
+    layer: &Notifier,
+    peer: Peer,
+    request: &Parts,
+    header: Option<&HeaderName>,
+) {
+    if peer.is_near() && layer.notices_proxies() {
+        let headers = match header {
+            Some(header) => slice::from_ref(header),
+            None => &HEADERS,
         };
-        if !is_alive {
-            *first = Some(Arc::downgrade(observer));
-        }
-    }
-
-    /// Checks a request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
-    /// peer with a public address may be a client that forges the header, so it is not reported.
-    #[inline(always)]
-    pub(super) fn notice(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
-        let is_near = match peer {
-            Peer::Address(address) => {
-                is_private(address) || is_link_local(address) || is_shared(address)
+        for name in headers {
+            if request.headers.contains_key(name) {
+                layer.unknown_proxy(|| unknown_proxy(peer, name, header));
+                return;
             }
-            Peer::Unix => true,
-            Peer::Unknown => false,
-        };
-        if is_near && !self.reported.is_claimed() {
-            let headers = match header {
-                Some(header) => slice::from_ref(header),
-                None => &HEADERS,
+        }
+    }
+}
+
+fn unknown_proxy(peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) -> String {
+    let (peer, trusted) = match peer {
+        Peer::Address(address) => (format!("the peer {address}"), trusting(address)),
+        Peer::Unix | Peer::Unknown => ("the peer on a unix socket".to_owned(), "unix".to_owned()),
+    };
+    let fix = match header {
+        Some(_) => format!("trust it, as in `.trust([{trusted:?}])`"),
+        None => {
+            let of_header = match *sent == FORWARDED {
+                true => "forwarded",
+                false => "x_forwarded_for",
             };
-            for name in headers {
-                if request.headers.contains_key(name) {
-                    self.report(peer, name, header);
-                    return;
-                }
-            }
+            format!("count by `ClientIp::{of_header}().trust([{trusted:?}])?`")
         }
-    }
+    };
+    format!(
+        "{peer} sends `{sent}`, so it is probably a proxy, and all of its clients share one count: {fix}, or ignore this if the \
+         peer is to be counted{UNKNOWN_PROXY}"
+    )
+}
 
-    #[cold]
-    fn report(&self, peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) {
-        if !self.reported.claim() {
-            return;
-        }
-        let (peer, trusted) = match peer {
-            // The proxies of a platform have many of these addresses.
-            Peer::Address(address) if is_link_local(address) => {
-                (format!("the peer {address}"), "link-local".to_owned())
-            }
-            Peer::Address(address) if is_shared(address) => {
-                (format!("the peer {address}"), "shared".to_owned())
-            }
-            Peer::Address(address) => (format!("the peer {address}"), address.to_string()),
-            Peer::Unix | Peer::Unknown => {
-                ("the peer on a unix socket".to_owned(), "unix".to_owned())
-            }
-        };
-        let fix = match header {
-            Some(_) => format!("trust it, as in `.trust([{trusted:?}])`"),
-            None => {
-                let of_header = match *sent == FORWARDED {
-                    true => "forwarded",
-                    false => "x_forwarded_for",
-                };
-                format!("count by `ClientIp::{of_header}().trust([{trusted:?}])?`")
-            }
-        };
-        let problem = format!(
-            "{peer} sends `{sent}`, so it is probably a proxy, and all of its clients share one count: {fix}, or ignore this if the \
-             peer is to be counted{UNKNOWN_PROXY}"
-        );
-        self.misconfigured(&problem);
+/// Checks a request of a trusted proxy that lacks the header that the extractor reads.
+#[cold]
+pub(super) fn notice_other_header(layer: &Notifier, request: &Parts, header: &HeaderName) {
+    let other = HEADERS
+        .iter()
+        .find(|other| *other != header && request.headers.contains_key(*other));
+    if let Some(other) = other {
+        layer.proxy_header(|| {
+            format!(
+                "a trusted proxy sends `{other}` instead of `{header}`, so it is counted itself, with all of its clients: read \
+                 `{other}`, or let the proxy send `{header}`{PROXY_HEADER}"
+            )
+        });
     }
+}
 
-    /// Reports the first request without an address that is counted as a peer on a unix socket, since a number of hops
-    /// is trusted.
-    #[cold]
-    pub(super) fn notice_no_address(&self) {
-        if !self.no_address_reported.is_claimed() && self.no_address_reported.claim() {
-            let problem = format!(
-                "a request has neither a recorded address nor one in the header of its proxies, and is counted as a peer on a unix \
-                 socket: over TCP, {}, or ignore this on a unix socket{NO_PEER_ADDRESS}",
-                record()
-            );
-            self.misconfigured(&problem);
-        }
-    }
-
-    fn misconfigured(&self, problem: &str) {
-        // Without the lock, since the observer is the user's code.
-        let observer = match &*lock(&self.observer) {
-            Some(observer) => observer.upgrade(),
-            None => None,
-        };
-        or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
-    }
+/// Reports the first request without an address that is counted as a peer on a unix socket, since a number of hops is
+/// trusted.
+#[cold]
+pub(super) fn notice_no_address(layer: &Notifier) {
+    layer.no_address(|| {
+        format!(
+            "a request has neither a recorded address nor one in the header of its proxies, and is counted as a peer on a unix \
+             socket: over TCP, {}, or ignore this on a unix socket{NO_PEER_ADDRESS}",
+            record()
+        )
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use http::Request;
 
+    use std::sync::{Arc, Mutex};
+
     use super::*;
+    use crate::observe::{Observer, event};
 
     fn with<T: Clone + Send + Sync + 'static>(extension: T) -> Parts {
         Request::builder()
@@ -455,13 +436,12 @@ mod tests {
 
     /// Returns the reports of two equal requests.
     fn reports(peer: Peer, sent: &str, read: Option<&HeaderName>) -> Vec<String> {
-        let (proxies, problems) = (UnknownProxy::new(), Arc::new(Problems::default()));
-        let observer: Arc<dyn Observer> = problems.clone();
-        proxies.observe(&observer);
+        let problems = Arc::new(Problems::default());
+        let layer = Notifier::new(problems.clone());
         let request = Request::builder().header(sent, "203.0.113.7");
         let request = request.body(()).unwrap().into_parts().0;
         for _ in 0..2 {
-            proxies.notice(peer, &request, read);
+            notice_proxy(&layer, peer, &request, read);
         }
         problems.0.lock().unwrap().clone()
     }
@@ -523,21 +503,19 @@ mod tests {
         }
     }
 
-    /// An observer may log its last counts when it is dropped.
+    /// Two apps in one process share no report.
     #[test]
-    fn no_observer_outlives_its_layers() {
-        let proxies = UnknownProxy::new();
-        let [first, second] = [(); 2].map(|()| Arc::new(Problems::default()));
-        let observer: Arc<dyn Observer> = first.clone();
-        proxies.observe(&observer);
-        drop(observer);
-        assert!(Arc::into_inner(first).is_some());
-        let observer: Arc<dyn Observer> = second.clone();
-        proxies.observe(&observer);
+    fn each_layer_reports_its_proxy() {
         let request = Request::builder().header("forwarded", "for=203.0.113.7");
         let request = request.body(()).unwrap().into_parts().0;
-        proxies.notice(Peer::Unix, &request, None);
-        assert_eq!(second.0.lock().unwrap().len(), 1);
+        for _ in 0..2 {
+            let problems = Arc::new(Problems::default());
+            let layer = Notifier::new(problems.clone());
+            for _ in 0..2 {
+                notice_proxy(&layer, Peer::Unix, &request, None);
+            }
+            assert_eq!(problems.0.lock().unwrap().len(), 1);
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::gate::{Grant, Notifier, Refusal};
 use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
 use crate::middleware::machine::{AsIs, Protocol, Serve, sealed};
-use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge};
+use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge, is_grpc};
 
 /// HTTP requests, whose refusals are responses.
 pub struct Http<R = HttpReject, E = AsIs> {
@@ -120,11 +120,7 @@ where
         Ok(match refusal {
             Refusal::Denied(decision) => {
                 let mut response = self.respond(Reason::Denied(&decision), head);
-                let is_success = response.status().is_success();
-                // Clients and caches would take the denial for the answer to the request.
-                if is_success && !self.answer.denies_with_success && !is_of_grpc(&response) {
-                    notifier.denied_with_success(response.status());
-                }
+                self.check_denial(notifier, head, &response);
                 self.answer.headers.annotate(decision, &mut response, true);
                 response
             }
@@ -179,6 +175,23 @@ where
 }
 
 impl<R, E> Http<R, E> {
+    /// Reports a denial that its client does not recognize.
+    fn check_denial<B>(&self, notifier: &Notifier, head: &Parts, response: &Response<B>) {
+        // Clients and caches would take the denial for the answer to the request.
+        let is_success = response.status().is_success() && !self.answer.denies_with_success;
+        let is_call = is_grpc(head);
+        // The look-up is the dearest part, and rarely needed.
+        if !is_success && !is_call || is_of_grpc(response) {
+            return;
+        }
+        if is_success {
+            notifier.denied_with_success(response.status());
+        }
+        if is_call {
+            notifier.grpc_over_http();
+        }
+    }
+
     fn respond<B>(&self, reason: Reason<'_>, head: &Parts) -> Response<B>
     where
         R: Reject<B>,

@@ -4,14 +4,12 @@
 
 use std::time::Duration;
 
-use http::header::CONTENT_TYPE;
-use http::request::Parts;
-use http::{Method, Response};
+use http::Response;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use super::{AFTER_FAILURE, Reason, Reject, Rejection};
+use super::{AFTER_FAILURE, Reason, Reject, Rejection, is_grpc};
 
 /// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients in
 /// all languages understand. Feature `tonic`.
@@ -145,25 +143,6 @@ impl<B: Default, R: Reject<B>> Reject<B> for GrpcOr<R> {
     }
 }
 
-/// Returns `true` for a `POST` of the content type `application/grpc`, with any suffix or
-/// parameters. Another method must not get a gRPC response: its status is 200, which a cache might
-/// store for all clients.
-fn is_grpc(request: &Parts) -> bool {
-    const GRPC: &str = "application/grpc";
-    if request.method != Method::POST {
-        return false;
-    }
-    let Some(kind) = request.headers.get(CONTENT_TYPE) else {
-        return false;
-    };
-    let Some((start, rest)) = kind.as_bytes().split_at_checked(GRPC.len()) else {
-        return false;
-    };
-    // Not gRPC-Web: its trailers are in the body.
-    let is_end = matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'));
-    start.eq_ignore_ascii_case(GRPC.as_bytes()) && is_end
-}
-
 /// The status of a [`GrpcReject`]. Feature `tonic`.
 impl From<Reason<'_>> for Status {
     fn from(reason: Reason<'_>) -> Self {
@@ -220,7 +199,7 @@ fn pushback(wait: Option<Duration>) -> i32 {
 mod tests {
     use super::*;
     use crate::error::{ErrorKind, StoreError};
-    use http::Request;
+    use http::{Method, Request};
 
     #[test]
     fn grpc_is_recognized_by_content_type() {

@@ -7,9 +7,9 @@ mod http;
 use std::fmt;
 use std::time::Duration;
 
-use ::http::header::WWW_AUTHENTICATE;
+use ::http::header::{CONTENT_TYPE, WWW_AUTHENTICATE};
 use ::http::request::Parts;
-use ::http::{Response, StatusCode};
+use ::http::{Method, Response, StatusCode};
 
 #[cfg(feature = "tonic")]
 pub use self::grpc::{GrpcOr, GrpcReject};
@@ -330,4 +330,23 @@ where
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
         self(rejection)
     }
+}
+
+/// Returns `true` for a `POST` of the content type `application/grpc`, with any suffix or
+/// parameters. Another method must not get a gRPC response: its status is 200, which a cache might
+/// store for all clients.
+pub(super) fn is_grpc(request: &Parts) -> bool {
+    const GRPC: &str = "application/grpc";
+    if request.method != Method::POST {
+        return false;
+    }
+    let Some(kind) = request.headers.get(CONTENT_TYPE) else {
+        return false;
+    };
+    let Some((start, rest)) = kind.as_bytes().split_at_checked(GRPC.len()) else {
+        return false;
+    };
+    // Not gRPC-Web: its trailers are in the body.
+    let is_end = matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'));
+    start.eq_ignore_ascii_case(GRPC.as_bytes()) && is_end
 }

@@ -1,7 +1,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use http::Method;
 use http::request::Parts;
@@ -11,7 +11,9 @@ use matchit::Router;
 use crate::error::{ConfigError, redacted};
 use crate::gate::{PolicySelector, Selector};
 use crate::limit::{Key, KeyForms, Policies};
-use crate::observe::Observer;
+use crate::observe::mistakes::NESTED_PATTERN;
+use crate::observe::{Observer, event, or_log};
+use crate::util::OnceFlag;
 
 /// Policies by method and path, for one layer around a whole service.
 ///
@@ -87,6 +89,15 @@ pub struct Routes {
     /// Whether a limited pattern differs from its folded form. Otherwise, a path in lower case
     /// matches the same limits in both cases.
     has_folded: bool,
+    nested: Nested,
+}
+
+/// Reports, once, patterns without the prefix of the nested router that the layer is in.
+#[derive(Default)]
+struct Nested {
+    observer: OnceLock<Arc<dyn Observer>>,
+    /// Claimed by the first request that a pattern matches, by its whole path or without the prefix.
+    examined: OnceFlag,
 }
 
 /// Indexes of routes by pattern.
@@ -115,6 +126,7 @@ impl Routes {
             default: Selector::new(default),
             ignores_case: false,
             has_folded: false,
+            nested: Nested::default(),
         }
     }
 
@@ -354,7 +366,12 @@ impl PolicySelector for Routes {
             key,
         };
         match target(request) {
-            Target::Path(path) => search.of_path(path),
+            Target::Path(path) => {
+                if !self.nested.examined.is_claimed() {
+                    search.examine(path);
+                }
+                search.of_path(path)
+            }
             // Several paths fit the template, and the pattern may match only some of them: so it exempts none.
             Target::Template(template) => {
                 let limit = search.limit_at(Case::Exact, &template);
@@ -372,6 +389,7 @@ impl PolicySelector for Routes {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
+        let _ = self.nested.observer.set(Arc::clone(observer));
         for selector in self.selectors() {
             selector.observe(observer);
         }
@@ -427,18 +445,12 @@ impl<'a> Search<'a> {
 
     /// The limit of a path without a limit as sent: no other spelling of a limited path avoids its limit.
     fn lenient_limit(self, reading: &Reading<'_>) -> Option<Policies> {
-        let first = if self.routes.ignores_case {
-            self.in_lower_case(reading)
-        } else {
-            self.as_written(reading)
-        };
-        if first.is_some() {
-            return first;
-        }
         if self.routes.ignores_case {
-            self.as_written(reading)
+            let limit = self.in_lower_case(reading);
+            limit.or_else(|| self.as_written(reading))
         } else {
-            self.in_lower_case(reading)
+            let limit = self.as_written(reading);
+            limit.or_else(|| self.in_lower_case(reading))
         }
     }
 
@@ -507,6 +519,30 @@ impl<'a> Search<'a> {
         self.under(other)
     }
 
+    /// Suspects patterns without the prefix of a nested router. They may also be meant for another router.
+    #[cold]
+    fn examine(self, whole: &str) {
+        let nested = &self.routes.nested;
+        let Some(prefix) = prefix(self.request) else {
+            // No request of this layer is nested.
+            nested.examined.claim();
+            return;
+        };
+        let is_whole = self.find(Case::Exact, whole).is_some();
+        let inside = self.request.uri.path();
+        if !is_whole && (inside == whole || self.find(Case::Exact, inside).is_none()) {
+            return;
+        }
+        if nested.examined.claim() && !is_whole {
+            let problem = format!(
+                "a pattern of the `Routes` matches a path inside of the router that is nested at {prefix:?}, but patterns are matched \
+                 against the whole path: begin it with {prefix:?}{NESTED_PATTERN}"
+            );
+            let observer = nested.observer.get();
+            or_log(observer).suspected(&event::Suspected::new(&problem));
+        }
+    }
+
     fn limit_at(self, case: Case, path: &str) -> Option<Policies> {
         self.under(self.find(case, path)?)
     }
@@ -573,6 +609,18 @@ fn target(request: &Parts) -> Target<'_> {
 #[cfg(not(feature = "axum"))]
 fn target(request: &Parts) -> Target<'_> {
     Target::Path(request.uri.path())
+}
+
+/// Returns the path at which the router is nested that the request is in.
+#[cfg(feature = "axum")]
+fn prefix(request: &Parts) -> Option<&str> {
+    let nested = request.extensions.get::<axum::extract::NestedPath>()?;
+    Some(nested.as_str())
+}
+
+#[cfg(not(feature = "axum"))]
+fn prefix(_: &Parts) -> Option<&str> {
+    None
 }
 
 /// Returns `true` if axum would match this path with this template.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::StoreConfig;
 use crate::error::ConfigError;
 use crate::store::RedisStoreBuilder;
-use crate::store::redis::two_to_one;
+use crate::store::redis::{host_and_port, two_to_one};
 
 /// Sets the map of addresses of a store.
 pub(in crate::store) fn set_address_map(
@@ -31,10 +31,10 @@ pub(in crate::store) fn set_address_map(
     Ok(builder.address_map(move |host, port| map.get(&(host.to_owned(), port)).cloned()))
 }
 
-/// Parses a host and a port; an IPv6 address may have brackets.
+/// Parses an address to which a connection is possible.
 fn parse(address: &str) -> Option<(String, u16)> {
-    let (host, port) = address.trim().rsplit_once(':')?;
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    let port = port.parse().ok().filter(|port| *port > 0)?;
-    (!host.is_empty()).then(|| (host.to_owned(), port))
+    match host_and_port(address.trim())? {
+        ("", _) | (_, 0) => None,
+        (host, port) => Some((host.to_owned(), port)),
+    }
 }

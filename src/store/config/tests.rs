@@ -353,7 +353,7 @@ fn a_wrong_map_of_addresses_is_named() {
         redis(&config, URL).err().map(|error| error.to_string())
     };
     assert_eq!(error(&[("a:1", "b:1"), ("a:2", "b:2")]), None);
-    let both = "the address map leads from a:1 and a:2 to b:1: map each announced address to one of its own";
+    let both = "the address map leads from a:1 and a:2 to b:1: map each announced address to a different one";
     assert_eq!(
         error(&[("a:1", "b:1"), ("a:2", "b:1")]).as_deref(),
         Some(both)

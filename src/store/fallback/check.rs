@@ -13,7 +13,7 @@ use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -32,7 +32,9 @@ use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
 use crate::observe::{Observer, event, or_log};
 use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
-use crate::util::{Clock, Notice, Patient, contain, lock, patient, polled_after_completion};
+use crate::util::{
+    Clock, Notice, OnceFlag, Patient, contain, lock, patient, polled_after_completion,
+};
 
 /// One partition of the primary store, or all of it, with the fallback.
 pub(super) struct Partition<P, F> {
@@ -45,7 +47,7 @@ pub(super) struct Partition<P, F> {
     /// The outage of all partitions.
     pub(super) outage: Arc<Outage>,
     /// Done when a fallback that is not a [`LocalStore`] was reported.
-    pub(super) other_fallback: Arc<Once>,
+    pub(super) other_fallback: Arc<OnceFlag>,
     /// The policies whose share was reported as too small for a cost.
     pub(super) small_shares: Arc<Mutex<HashSet<u64>>>,
     /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
@@ -372,16 +374,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Reports, once, a fallback that decides without the lock of the caller.
     #[inline]
     pub(super) fn report_other_fallback(&self) {
-        if !self.locks_while_it_decides() {
-            self.other_fallback.call_once(|| {
-                let problem = format!(
-                    "the fallback is not a `LocalStore` itself, so a caller may get more than one burst beyond the policy in \
-                     an outage: use a `LocalStore`, and wrap the `Fallback` instead{OTHER_FALLBACK}"
-                );
-                self.observe(|observer| {
-                    observer.misconfigured(&event::Misconfigured::new(&problem))
-                });
-            });
+        if !self.locks_while_it_decides() && self.other_fallback.claim() {
+            let problem = format!(
+                "the fallback is not a `LocalStore` itself, so a caller may get more than one burst beyond the policy in \
+                 an outage: use a `LocalStore`, and wrap the `Fallback` instead{OTHER_FALLBACK}"
+            );
+            self.observe(|observer| observer.misconfigured(&event::Misconfigured::new(&problem)));
         }
     }
 

@@ -43,7 +43,7 @@ mod check;
 mod model;
 mod outage;
 mod recovery;
-pub(super) mod share;
+mod share;
 #[cfg(test)]
 mod tests;
 
@@ -59,7 +59,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::check::FallbackFuture;
@@ -74,7 +74,7 @@ use super::{
 use crate::background::TaskOwner;
 use crate::limit::{Check, Key};
 use crate::observe::event;
-use crate::util::Clock;
+use crate::util::{Clock, OnceFlag};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -223,7 +223,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: FallbackSettings) -> Self {
         let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
-        let other_fallback = Arc::new(Once::new());
+        let other_fallback = Arc::new(OnceFlag::new());
         let small_shares = Arc::default();
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());

@@ -27,7 +27,7 @@ pub(super) fn share_of(policies: &Policies, instances: NonZeroU32) -> Policies {
 /// Returns the share of one of `instances` instances. Together the shares grant no more than the policy, unless the limit or
 /// burst is below the number of instances: both are rounded down, but to at least 1. If the strategy refills gradually, the
 /// rate is divided exactly. A pause is the same for all instances.
-pub(crate) fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
+fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
     if policy.is_pause() {
         return policy.clone();
     }
@@ -51,8 +51,13 @@ pub(crate) fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
 mod tests {
     use std::time::Duration;
 
+    use fastrand::Rng;
+
     use super::*;
-    use crate::limit::{Check, Key, Source, Strategy, Verdict};
+    use crate::limit::{
+        Check, Key, Mode, Snapshot, Source, State, Strategy, Verdict, any_quota, room, vary,
+    };
+    use crate::store::{LocalStore, Store as _};
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
@@ -121,5 +126,126 @@ mod tests {
             1,
             "periods are bounded"
         );
+    }
+
+    /// A share of a quota names the whole one, so another number of instances changes nothing.
+    #[test]
+    fn shares_are_no_other_quota() {
+        let buckets = Strategy::ALL.iter().copied();
+        for strategy in buckets.filter(|strategy| strategy.frees().has_burst()) {
+            let policy = Policy::new("api", strategy, "1000/m burst 50").unwrap();
+            let share = |instances| part_of(&policy, NonZeroU32::new(instances).unwrap());
+            let mut state = State::fresh(strategy);
+            let mut now = 1_790_000_000_000_000;
+            Mode::Take.count(&share(2), &mut state, 20, now);
+            let before = state.clone();
+            for instances in [3, 7, 2, 50] {
+                let share = share(instances);
+                assert!(state.is_of(share.params()), "{strategy}");
+                Mode::Refund.count(&share, &mut state, 0, now);
+                assert_eq!(state, before, "{strategy}");
+                now += 1;
+            }
+        }
+    }
+
+    /// A share of one half of another quota continues one half of the units that the primary store has counted.
+    #[tokio::test(start_paused = true)]
+    async fn a_share_continues_the_units_of_another_quota() {
+        for strategy in Strategy::ALL {
+            let (there, here) = (LocalStore::default(), LocalStore::default());
+            let [old, new] = ["100/d", "40/d"]
+                .map(|quota| Policies::from(Policy::new("test", *strategy, quota).unwrap()));
+            let used = there
+                .check(Check::take(Key::GLOBAL, &old, 30))
+                .await
+                .unwrap();
+            here.backend().warm(&Key::GLOBAL, &used);
+            let share = Policies::from(part_of(&new[0], NonZeroU32::new(2).unwrap()));
+            let most = here
+                .check(Check::up_to(Key::GLOBAL, &share, 100))
+                .await
+                .unwrap();
+            assert_eq!(most.granted(), 5, "{strategy}");
+        }
+    }
+
+    /// A state that continues another store's count grants at most as much as that store would, now or
+    /// later, and is fresh at the same time. With shares, all instances together do not exceed that
+    /// either.
+    #[test]
+    fn a_warmed_state_grants_no_more() {
+        let mut rng = Rng::with_seed(0);
+        for &strategy in Strategy::ALL {
+            for _ in 0..300 {
+                let quota = any_quota(&mut rng, strategy);
+                let strategy = vary(&mut rng, strategy, quota.period());
+                let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
+                let params = policies[0].params();
+                let mut state = [State::fresh(strategy)];
+                let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
+                for _ in 0..20 {
+                    let cost = rng.u32(1..=quota.capacity());
+                    let verdict = *Check::up_to(Key::GLOBAL, &policies, cost)
+                        .decide(&mut state, now)
+                        .first();
+                    let followed = Snapshot {
+                        used: params.capacity - verdict.remaining,
+                        until: now + verdict.reset,
+                        writer: params.writer,
+                    };
+                    let resumed = State::resume(strategy.into(), params, now, followed);
+                    let instances =
+                        NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20)))
+                            .unwrap();
+                    let whole = &policies[0];
+                    let share = part_of(whole, instances);
+                    // Rounded up, as the local store does.
+                    let capacity = share.params().capacity;
+                    let used = capacity - verdict.remaining * capacity / params.capacity;
+                    let part = State::resume(
+                        strategy.into(),
+                        share.params(),
+                        now,
+                        Snapshot { used, ..followed },
+                    );
+                    let room_of_all =
+                        |at| i64::from(instances.get()) * room(&part, share.params(), at);
+                    // The reported time is rounded up to the microsecond, in which this much may
+                    // refill.
+                    let flows = if strategy.frees().is_gradual() {
+                        1 + params.ticks / params.interval
+                    } else {
+                        0
+                    };
+                    let lost = verdict.remaining - room(&resumed, params, now);
+                    assert!(
+                        (0..=flows).contains(&lost),
+                        "{:?} {followed:?}: {lost} lost",
+                        policies[0]
+                    );
+                    for _ in 0..5 {
+                        let later = now + rng.i64(0..=verdict.reset);
+                        assert!(
+                            room(&resumed, params, later) <= room(&state[0], params, later),
+                            "{:?} {followed:?}",
+                            policies[0]
+                        );
+                        let (all, most) = (room_of_all(later), room(&state[0], params, later));
+                        assert!(
+                            all <= most,
+                            "{whole:?} {followed:?}: {all} and not {most} by {instances}"
+                        );
+                    }
+                    let fresh = room(&resumed, params, followed.until);
+                    assert_eq!(
+                        fresh, params.capacity,
+                        "{:?} {followed:?} is not fresh in time",
+                        policies[0]
+                    );
+                    now += rng.i64(0..=verdict.reset + 2);
+                }
+            }
+        }
     }
 }

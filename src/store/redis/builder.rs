@@ -320,9 +320,9 @@ impl RedisStoreBuilder {
 
     /// Sets where the nodes of a cluster, and the master that sentinels report, are reached, if not at the addresses that
     /// they announce: behind a NAT, in Docker, or by forwarded ports. The closure takes an announced host and port; `None`
-    /// keeps them. It must not lead from two of them to one. Addresses in the URL are used as they are.
+    /// keeps them. It must not lead from two addresses to one. Addresses in the URL are not mapped.
     ///
-    /// With TLS, a server's certificate must still have the announced name, or the one that `server_name` sets.
+    /// With TLS, a server's certificate must still have the announced name, or the `server_name`.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;

@@ -14,7 +14,7 @@ use tokio::task::spawn_blocking;
 
 use crate::error::{ErrorKind, StoreError, redacted};
 
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
+type SourceError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The user and password of a Redis, for [`RedisStoreBuilder::credentials`](crate::store::RedisStoreBuilder::credentials).
 ///
@@ -74,7 +74,7 @@ impl fmt::Debug for Credentials {
     }
 }
 
-type Closure = dyn Fn() -> BoxFuture<'static, Result<Credentials, BoxError>> + Send + Sync;
+type Closure = dyn Fn() -> BoxFuture<'static, Result<Credentials, SourceError>> + Send + Sync;
 
 /// Where the credentials of a store come from.
 #[derive(Clone)]
@@ -88,7 +88,7 @@ impl CredentialSource {
     pub(super) fn closure<F, Fut>(provider: F) -> Self
     where
         F: Fn() -> Fut + Send + Sync + 'static,
-        Fut: Future<Output = Result<Credentials, BoxError>> + Send + 'static,
+        Fut: Future<Output = Result<Credentials, SourceError>> + Send + 'static,
     {
         Self::Closure(Arc::new(move || provider().boxed()))
     }
@@ -144,7 +144,7 @@ impl fmt::Debug for CredentialSource {
 }
 
 /// The error of a closure. Its cause is the closure's own error.
-fn failed(cause: BoxError) -> StoreError {
+fn failed(cause: SourceError) -> StoreError {
     StoreError::with_boxed_source(ErrorKind::Authentication, cause).with_message(
         "the closure of `RedisStoreBuilder::credentials` has failed for the server: fix the cause, which this error names",
     )

@@ -55,6 +55,8 @@ impl RedisStore {
     /// While Redis is unreachable, or the slot of the instances migrates in a cluster, the count
     /// does not change. It starts at 1; see [`Instances::at_least`].
     ///
+    /// Call it once per process, and clone the result: each call counts as another instance.
+    ///
     /// # Errors
     ///
     /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) outside a Tokio runtime.

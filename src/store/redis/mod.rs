@@ -25,5 +25,5 @@ pub(super) use link::{check_client, check_roots};
 pub use scan::{Scan, StoredCount};
 pub(super) use servers::wrong_url;
 pub use servers::{Server, Servers};
-pub(super) use topology::two_to_one;
+pub(super) use topology::{host_and_port, two_to_one};
 pub use worker::{RedisFuture, RedisStore};

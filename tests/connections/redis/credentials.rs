@@ -17,7 +17,7 @@ use crate::support::{RedisServer, assert_helpful, check, until};
 const PATIENT: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 
-/// Starts a server with a user, whose rights are those of the guide.
+/// Starts a server with a user who has the rights of the guide.
 async fn server_with(password: &str) -> RedisServer {
     let server = RedisServer::start();
     let rights = "~rl:* -@all +evalsha +eval +time +mget +set +setrange +del +get";

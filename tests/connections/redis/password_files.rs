@@ -15,7 +15,7 @@ use crate::support::{RedisServer, assert_helpful, check, until};
 
 const PATIENT: Duration = Duration::from_secs(20);
 
-/// A folder with a secret, mounted as Kubernetes does: each version has a folder of its own, to which a link leads.
+/// A folder with a secret, mounted as Kubernetes does: each version is in another folder, and a link leads to the newest.
 struct Mounted {
     dir: TempDir,
     versions: usize,

@@ -185,7 +185,7 @@ fn mistakes_in_a_url_are_named() {
         ),
         (
             "redis://app:1234?hunter2@a/",
-            "its parameter is unknown: write `prefix`, `protocol`, and in a password a `?` as `%3F` and an `&` as `%26`",
+            "its parameter is unknown: write `prefix`, `protocol`, `password_file`, and in a password a `?` as `%3F` and an `&` as `%26`",
         ),
         ("redis://a/-1", "its database is -1"),
         ("redis+unix:///tmp/redis?db=-1", "its database is -1"),

@@ -437,6 +437,22 @@ async fn the_server_never_answers() {
 }
 
 #[tokio::test]
+async fn the_database_does_not_exist() {
+    let advice = "has no database 16: use one below its `databases`, which are 0 to 15 by default, or a `prefix` in database 0";
+    for password in [&["--requirepass", "hunter2"][..], &[]] {
+        let server = RedisServer::start_with(password);
+        let login = if password.is_empty() { "" } else { ":hunter2@" };
+        let url = format!("redis://{login}127.0.0.1:{}/16", server.port());
+        let error = RedisStore::connect(url).await.unwrap_err();
+        assert_helpful(&error, ErrorKind::Refused, advice);
+    }
+    let node = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let url = format!("redis://127.0.0.1:{}/3", node.port());
+    let error = RedisStore::connect(url).await.unwrap_err();
+    assert_helpful(&error, ErrorKind::ClusterNode, "use `redis+cluster://`");
+}
+
+#[tokio::test]
 async fn the_server_is_a_replica() {
     let master = RedisServer::start();
     let replica =

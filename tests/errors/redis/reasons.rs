@@ -7,7 +7,7 @@ use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 
 use crate::support::{RedisServer, assert_helpful, check, until};
 
-/// What a server does after its line.
+/// What happens after the line of a server.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Then {
     Closes,

@@ -2,7 +2,6 @@
 //! including forged ones.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 
 use http::request::Parts;
 use http::{HeaderValue, Request};
@@ -11,7 +10,6 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::{ConfigError, Key, LocalStore, RateLimitLayer};
 
 use crate::mocks::*;
@@ -1217,17 +1215,21 @@ fn a_missing_peer_is_reported() {
 }
 
 /// Over TCP, the server has not recorded the address, so that is reported.
-#[test]
-fn hops_without_an_address_are_the_socket() {
+#[tokio::test]
+async fn hops_without_an_address_are_the_socket() {
     let problems = Problems::default();
-    let observer: Arc<dyn Observer> = Arc::new(problems.clone());
     let hops = ClientIp::x_forwarded_for().hops(1).unwrap();
-    hops.observe(&observer);
+    let service = RateLimitLayer::new(LocalStore::default(), hops.clone(), gcra("api", "9/min"))
+        .observer(problems.clone())
+        .layer(service_fn(hello));
     for lines in [&[][..], &["unknown"], &[""]] {
         let mut request = request("10.0.0.1", "x-forwarded-for", lines);
         request.extensions.clear();
         assert_eq!(hops.extract(&request).unwrap().as_bytes(), b"ip:unix");
         assert_eq!(hops.address(&request), None);
+        let request = Request::from_parts(request, String::new());
+        let response: http::Response<String> = send(&service, request).await;
+        assert_eq!(response.status(), 200);
     }
     let reports = problems.0.lock().unwrap();
     let [report] = &reports[..] else {

@@ -5,6 +5,7 @@ mod log;
 #[cfg(feature = "metrics")]
 mod prometheus;
 
+use std::convert::Infallible;
 use std::net::IpAddr;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -22,11 +23,11 @@ use tower_redis_ratelimit::extract::{
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::{OnMissingKey, Rejection};
 use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers};
-use tower_redis_ratelimit::settle::Settlement;
+use tower_redis_ratelimit::settle::{RequestCost, Settlement};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, RedisStoreBuilder, StoreError};
 use tower_redis_ratelimit::{
-    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer,
-    RedisStore, Strategy, ThrottleLayer,
+    CallLimitLayer, Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, Quota,
+    RateLimitLayer, RedisStore, Strategy, ThrottleLayer,
 };
 
 use crate::mocks::{
@@ -451,6 +452,123 @@ async fn a_denial_with_success_is_reported_once() {
         (429, false, false),
     ] {
         assert_eq!(problems(status, on_purpose, grpc).await, [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn a_grpc_call_denied_over_http_is_suspected_once() {
+    let problems = async |kind: &str, grpc: bool| {
+        let notes = Problems::default();
+        let answer = move |rejection: Rejection<'_>| {
+            let response = Response::builder().status(rejection.status());
+            let response = match grpc {
+                true => response.header("grpc-status", 8),
+                false => response,
+            };
+            response.body(String::new()).unwrap()
+        };
+        let layer = layer("1/h").observer(notes.clone()).reject_with(answer);
+        let service = limited(layer);
+        for expected in [200, 429, 429] {
+            let mut request = request("ann");
+            *request.method_mut() = Method::POST;
+            let kind = kind.parse().unwrap();
+            request.headers_mut().insert("content-type", kind);
+            assert_eq!(send(&service, request).await.status(), expected);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let seen = problems("application/grpc+proto", false).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("suspected: a gRPC call was denied over HTTP, which clients take for an unavailable server: enable")
+            && report.ends_with("#grpc-over-http)"),
+        "{report}"
+    );
+    for (kind, grpc) in [
+        ("application/grpc", true),
+        ("application/grpc-web", false),
+        ("application/json", false),
+    ] {
+        assert_eq!(problems(kind, grpc).await, [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn upgraded_connections_without_a_cost_are_suspected_once() {
+    let problems = async |status: u16, is_kept: bool, policy: Policy| {
+        let notes = Problems::default();
+        let kept = Mutex::new(vec![]);
+        let layer = RateLimitLayer::new(LocalStore::default(), Global, policy);
+        let layer = layer.observer(notes.clone()).until_body_end();
+        let service = layer.layer(service_fn(async |request: http::Request<String>| {
+            if is_kept && let Some(cost) = request.extensions().get::<RequestCost>() {
+                kept.lock().unwrap().push(cost.clone());
+            }
+            let response = Response::builder().status(status);
+            Ok::<_, Infallible>(response.body(String::new()).unwrap())
+        }));
+        for _ in 0..3 {
+            assert_eq!(send(&service, request("ann")).await.status(), status);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let sockets = || Policy::in_flight("sockets", 9).unwrap();
+    let seen = problems(101, false, sockets()).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("suspected: an upgraded connection, such as a WebSocket, is not counted in flight, since its task")
+            && report.ends_with("#upgrade-without-cost)"),
+        "{report}"
+    );
+    assert_eq!(problems(101, true, sockets()).await, [""; 0]);
+    assert_eq!(problems(200, false, sockets()).await, [""; 0]);
+    assert_eq!(problems(101, false, gcra("api", "9/s")).await, [""; 0]);
+}
+
+#[tokio::test]
+async fn requests_that_cost_nothing_are_suspected() {
+    let problems = async |is_settled: bool, first: u32, policy: Policy| {
+        let notes = Problems::default();
+        let policies = Policies::new([gcra("api", "60/h burst 5"), policy]).unwrap();
+        let calls = CallLimitLayer::new(LocalStore::default(), Global, policies)
+            .cost(move |number| if *number == first { 1 } else { 0 })
+            .observer(notes.clone());
+        let hello = service_fn(async |_: u32| Ok::<_, tower::BoxError>(()));
+        match is_settled {
+            true => {
+                let calls = calls.settle(|_: &Result<(), _>| Settlement::Keep);
+                send_calls(calls.layer(hello)).await;
+            }
+            false => send_calls(calls.layer(hello)).await,
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let daily = || gcra("daily", "1000/d");
+    let seen = problems(false, u32::MAX, daily()).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("suspected: none of the first 1000 requests cost anything, so the layer limits nothing: return at least 1")
+            && report.ends_with("#no-cost)"),
+        "{report}"
+    );
+    assert_eq!(problems(false, 999, daily()).await, [""; 0]);
+    assert_eq!(problems(true, u32::MAX, daily()).await, [""; 0]);
+    let in_flight = Policy::in_flight("calls", 2).unwrap();
+    assert_eq!(problems(false, u32::MAX, in_flight).await, [""; 0]);
+}
+
+/// Sends 1,100 calls with their numbers.
+async fn send_calls(service: impl Service<u32, Error = tower::BoxError, Future: Send> + Clone) {
+    for number in 0..1_100 {
+        let call = service.clone().oneshot(number).await;
+        assert!(call.is_ok());
     }
 }
 

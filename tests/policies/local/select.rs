@@ -644,6 +644,39 @@ mod with_axum {
         .await;
     }
 
+    #[tokio::test]
+    async fn patterns_without_the_path_of_their_nest_are_suspected() {
+        let problems = async |pattern: &str, is_nested: bool, paths: &[&str]| {
+            let notes = Problems::default();
+            let routes = Routes::new(gcra("default", "99/m"))
+                .route(pattern, gcra("more", "99/m"))
+                .unwrap();
+            let limits = RateLimitLayer::new(LocalStore::default(), Global, routes);
+            let limits = limits.observer(notes.clone());
+            let app = match is_nested {
+                true => Router::new().nest("/api", nested().layer(limits)),
+                false => Router::new().nest("/api", nested()).layer(limits),
+            };
+            for path in paths {
+                send(&app, on(Method::GET, path)).await;
+            }
+            notes.0.lock().unwrap().clone()
+        };
+        let paths = ["/api/items/7", "/api/more", "/api/more"];
+        let seen = problems("/more", true, &paths).await;
+        let [report] = &seen[..] else {
+            panic!("it is reported once: {seen:?}");
+        };
+        assert!(
+            report.starts_with("suspected: a pattern of the `Routes` matches a path inside of the router that is nested at \"/api\", but")
+                && report.ends_with("#nested-pattern)"),
+            "{report}"
+        );
+        assert_eq!(problems("/api/more", true, &paths).await, [""; 0]);
+        assert_eq!(problems("/more", false, &paths).await, [""; 0]);
+        assert_eq!(problems("/none", true, &paths).await, [""; 0]);
+    }
+
     /// In a pattern, `{{` is a literal brace. A template is matched against patterns as if it were
     /// a path.
     #[tokio::test]

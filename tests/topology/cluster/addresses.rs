@@ -128,7 +128,7 @@ async fn wrong_maps_are_named() {
     };
     let one = builder(&cluster, &ports);
     let one = one.address_map(move |host, _| Some((host.to_owned(), first)));
-    let to = format!(" to 127.0.0.1:{first}: map each announced address to one of its own");
+    let to = format!(" to 127.0.0.1:{first}: map each announced address to a different one");
     let text = refused(one, &[" and ", &to]).await;
     let named = ports
         .keys()

@@ -5,7 +5,6 @@ use std::time::SystemTime;
 
 use super::*;
 use crate::limit::{Counts, Decision, Source};
-use crate::store::part_of;
 
 const START: u64 = 1_790_000_000_000_000;
 const SECOND: u64 = 1_000_000;
@@ -592,26 +591,6 @@ const LARGE_UNIT: i128 = 864_000_000_000 * 1_000;
 /// Parts of a [`LARGE_UNIT`] that drain in 100 ms.
 fn rate_of(quota: Quota) -> i128 {
     i128::from(quota.limit()) * LARGE_UNIT * 100_000 / quota.period().as_micros() as i128
-}
-
-/// A share of a quota names the whole one, so another number of instances changes nothing.
-#[test]
-fn shares_are_no_other_quota() {
-    for strategy in buckets() {
-        let policy = Policy::new("api", strategy, "1000/m burst 50").unwrap();
-        let mut state = State::fresh(strategy);
-        let mut now = START as i64;
-        let two = part_of(&policy, 2.try_into().unwrap());
-        Mode::Take.count(&two, &mut state, 20, now);
-        let before = state.clone();
-        for instances in [3, 7, 2, 50] {
-            let share = part_of(&policy, instances.try_into().unwrap());
-            assert!(state.is_of(share.params()), "{strategy}");
-            Mode::Refund.count(&share, &mut state, 0, now);
-            assert_eq!(state, before, "{strategy}");
-            now += 1;
-        }
-    }
 }
 
 /// A level that cannot be represented under another quota is neither lost nor stored, and that quota denies.

@@ -16,12 +16,17 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use super::ask::{Ask, Preview};
-use super::{Align, Params, Snapshot, Strategy, sliding_log, strategies};
+use super::{Align, Params, Strategy, sliding_log, strategies};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
 
 /// Previews a state at a time.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
     state.preview(params, &Ask::new(Mode::Peek, 0, now))
+}
+
+/// Returns the largest cost that a state allows at a time.
+pub(crate) fn room(state: &State, params: &Params, now: i64) -> i64 {
+    preview(state, params, now).room
 }
 
 /// All grants, from which a strategy's definition decides on another one.
@@ -72,7 +77,7 @@ strategies!(define);
 // Differences between strategies for the tests. The last arm of each function is the default.
 
 /// Returns the strategy with random parameters, for a quota of this period.
-pub(super) fn vary(rng: &mut Rng, strategy: Strategy, period: Duration) -> Strategy {
+pub(crate) fn vary(rng: &mut Rng, strategy: Strategy, period: Duration) -> Strategy {
     match strategy {
         Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock {
             offset: Duration::from_micros(rng.u64(..period.as_micros() as u64)),
@@ -95,7 +100,7 @@ fn is_monotone(strategy: Strategy) -> bool {
 }
 
 /// Returns a random quota that `Params` represents without rounding its interval, like most quotas.
-fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
+pub(crate) fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
     let quota = match rng.u8(..8) {
         0 => Quota::per_second(3),
         1 => Quota::per(7, Duration::from_secs(10)),

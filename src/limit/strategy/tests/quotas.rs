@@ -1,7 +1,4 @@
-use std::num::NonZeroU32;
-
 use super::*;
-use crate::store::part_of;
 
 /// A changed limit takes effect immediately, and keeps the count.
 #[test]
@@ -81,85 +78,6 @@ fn a_lowered_limit_keeps_all_charges() {
             5,
             "{strategy:?}"
         );
-    }
-}
-
-/// A state that continues another store's count grants at most as much as that store would, now or
-/// later, and is fresh at the same time. With shares, all instances together do not exceed that
-/// either.
-#[test]
-fn a_warmed_state_grants_no_more() {
-    let mut rng = Rng::with_seed(0);
-    for &strategy in Strategy::ALL {
-        for _ in 0..300 {
-            let quota = quota(&mut rng, strategy);
-            let strategy = vary(&mut rng, strategy, quota.period());
-            let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
-            let params = policies[0].params();
-            let mut state = [State::fresh(strategy)];
-            let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
-            for _ in 0..20 {
-                let cost = rng.u32(1..=quota.capacity());
-                let verdict = *Check::up_to(Key::GLOBAL, &policies, cost)
-                    .decide(&mut state, now)
-                    .first();
-                let followed = Snapshot {
-                    used: params.capacity - verdict.remaining,
-                    until: now + verdict.reset,
-                    writer: params.writer,
-                };
-                let resumed = State::resume(strategy.into(), params, now, followed);
-                let room = |state: &State, at: i64| preview(state, params, at).room;
-                let instances =
-                    NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20)))
-                        .unwrap();
-                let (share, whole) = (part_of(&policies[0], instances), &policies[0]);
-                // Rounded up, as the local store does.
-                let capacity = share.params().capacity;
-                let used = capacity - verdict.remaining * capacity / params.capacity;
-                let part = State::resume(
-                    strategy.into(),
-                    share.params(),
-                    now,
-                    Snapshot { used, ..followed },
-                );
-                let room_of_all =
-                    |at| i64::from(instances.get()) * preview(&part, share.params(), at).room;
-                // The reported time is rounded up to the microsecond, in which this much may
-                // refill.
-                let flows = if strategy.frees().is_gradual() {
-                    1 + params.ticks / params.interval
-                } else {
-                    0
-                };
-                let lost = verdict.remaining - room(&resumed, now);
-                assert!(
-                    (0..=flows).contains(&lost),
-                    "{:?} {followed:?}: {lost} lost",
-                    policies[0]
-                );
-                for _ in 0..5 {
-                    let later = now + rng.i64(0..=verdict.reset);
-                    assert!(
-                        room(&resumed, later) <= room(&state[0], later),
-                        "{:?} {followed:?}",
-                        policies[0]
-                    );
-                    let (all, most) = (room_of_all(later), room(&state[0], later));
-                    assert!(
-                        all <= most,
-                        "{whole:?} {followed:?}: {all} and not {most} by {instances}"
-                    );
-                }
-                let fresh = room(&resumed, followed.until);
-                assert_eq!(
-                    fresh, params.capacity,
-                    "{:?} {followed:?} is not fresh in time",
-                    policies[0]
-                );
-                now += rng.i64(0..=verdict.reset + 2);
-            }
-        }
     }
 }
 

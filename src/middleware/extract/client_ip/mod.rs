@@ -6,20 +6,19 @@ mod node;
 mod trust;
 
 use std::net::IpAddr;
-use std::sync::Arc;
 
 use http::request::Parts;
 use http::{HeaderName, HeaderValue};
 
 pub use builder::ClientIpBuilder;
 use forwarded::elements;
-use trust::{Trust, covers};
+use trust::{Trust, Trusted, covers};
 
-use super::peer::{Peer, UNKNOWN_PROXIES};
+use super::peer::{Peer, notice_no_address, notice_other_header, notice_proxy};
 use crate::error::ConfigError;
-use crate::gate::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
-use crate::observe::Observer;
+use crate::observe::mistakes::PROXY_HEADER;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
@@ -52,7 +51,7 @@ use crate::observe::Observer;
 /// the address of the connection. While the current hop is trusted, the walk continues with the
 /// entry that this hop has written: the next one from the right, over all lines of the header, from
 /// the last line to the first. The first untrusted hop is the client. Entries to the left of the
-/// client's are not read.
+/// client's are not read, except to [suspect](crate::observe::Observer::suspected) another proxy.
 ///
 /// The walk ends earlier, at **the nearest trusted hop** with an address, if it reaches
 /// - the end of the header: a trusted proxy is itself the client, for example for its health
@@ -224,30 +223,33 @@ impl ClientIp {
     /// The client's address, for your own use. `None` for a process on a unix socket, or if the server recorded no
     /// address.
     pub fn address(&self, request: &Parts) -> Option<IpAddr> {
-        match self.client(request) {
+        match self.client(request, None) {
             Peer::Address(address) => Some(address.to_canonical()),
             Peer::Unix | Peer::Unknown => None,
         }
     }
 
-    fn client(&self, request: &Parts) -> Peer {
-        Peer::of(request, |peer| match &self.forwarding {
-            Some(forwarding) => forwarding.client(request, peer),
-            None => {
-                UNKNOWN_PROXIES.notice(peer, request, None);
-                peer
+    /// `layer` is notified of mistakes.
+    fn client(&self, request: &Parts, layer: Option<&Notifier>) -> Peer {
+        Peer::of(request, |peer| {
+            if let Some(forwarding) = &self.forwarding {
+                return forwarding.client(request, peer, layer);
             }
+            if let Some(layer) = layer {
+                notice_proxy(layer, peer, request, None);
+            }
+            peer
         })
     }
 }
 
 impl KeyExtractor for ClientIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        self.client(request).key(self.ipv6_prefix)
+        self.client(request, None).key(self.ipv6_prefix)
     }
 
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        UNKNOWN_PROXIES.observe(observer);
+    fn extract_for(&self, request: &Parts, layer: &Notifier) -> Result<Key, MissingKey> {
+        self.client(request, Some(layer)).key(self.ipv6_prefix)
     }
 
     fn forms(&self) -> KeyForms {
@@ -256,13 +258,22 @@ impl KeyExtractor for ClientIp {
 }
 
 impl Forwarding {
-    fn client(&self, request: &Parts, peer: Peer) -> Peer {
+    fn client(&self, request: &Parts, peer: Peer, layer: Option<&Notifier>) -> Peer {
         // axum records no address of a peer on a unix socket.
         let is_unknown = peer == Peer::Unknown && self.trust.takes_unknown_for_unix();
         let peer = if is_unknown { Peer::Unix } else { peer };
         if !self.trust.covers_peer(peer) {
-            UNKNOWN_PROXIES.notice(peer, request, Some(&self.header));
+            if let Some(layer) = layer {
+                notice_proxy(layer, peer, request, Some(&self.header));
+            }
             return peer;
+        }
+        // `None` after the first report.
+        let examiner = layer.filter(|layer| layer.examines_proxy_header());
+        if let Some(layer) = examiner
+            && !request.headers.contains_key(&self.header)
+        {
+            notice_other_header(layer, request, &self.header);
         }
         let values = request.headers.get_all(&self.header).iter();
         let lines = values.map(HeaderValue::as_bytes);
@@ -272,51 +283,115 @@ impl Forwarding {
             HeaderForm::SingleWithPort => {
                 one_address(lines, node::address_with_port).unwrap_or(peer)
             }
-            HeaderForm::XForwardedFor => self.walk(peer, lines.rev().flat_map(hops)),
-            HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
+            HeaderForm::XForwardedFor => self.walk(peer, lines.rev().flat_map(hops), examiner),
+            HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements), examiner),
         };
         // A trusted `unix` is the application's word for this. A number of hops is not: it may listen on TCP.
-        if is_unknown && client == Peer::Unix && matches!(self.trust, Trust::Hops(_)) {
-            UNKNOWN_PROXIES.notice_no_address();
+        if let Some(layer) = layer
+            && is_unknown
+            && client == Peer::Unix
+            && matches!(self.trust, Trust::Hops(_))
+        {
+            notice_no_address(layer);
         }
         client
     }
 
     /// Follows the entries that trusted hops have written, starting at the peer. Entries beyond the
-    /// client's are never parsed.
-    fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<Peer>>) -> Peer {
-        match &self.trust {
-            // A hop without an address takes its place in the count, or a client could move the entry that counts.
+    /// client's are never parsed, except to report a proxy.
+    fn walk(
+        &self,
+        peer: Peer,
+        mut entries: impl Iterator<Item = Option<Peer>>,
+        examiner: Option<&Notifier>,
+    ) -> Peer {
+        let (client, is_trusted) = match &self.trust {
             Trust::Hops(hops) => {
-                let mut client = peer;
-                for hop in entries.take(hops.get().into()).flatten() {
-                    if hop != Peer::Unix {
-                        client = hop;
-                    }
-                }
-                client
+                let client = self.count(peer, hops.get(), &mut entries, examiner);
+                (client, client == peer)
             }
             Trust::Networks(trusted) => {
-                let mut client = peer;
-                let mut hop = peer;
-                for _ in 0..ClientIp::MAX_HOPS {
-                    if !covers(trusted, hop) {
-                        break;
-                    }
-                    // Without an address, the entry may hide an untrusted hop: do not read beyond it.
-                    let Some(Some(next)) = entries.next() else {
-                        break;
-                    };
-                    hop = next;
-                    // All processes on sockets would share one count, so the last address counts instead.
-                    if hop != Peer::Unix {
-                        client = hop;
-                    }
-                }
-                client
+                let client = follow(peer, trusted, &mut entries);
+                (client, covers(trusted, client))
+            }
+        };
+        // In the service's own network, and with an entry before it: probably another proxy.
+        if let Some(layer) = examiner
+            && client.is_near()
+            && !is_trusted
+            && let Peer::Address(address) = client
+            && matches!(entries.next(), Some(Some(Peer::Address(_))))
+        {
+            let (header, fix) = (&self.header, self.trust.to_include(address));
+            layer.proxy_header(|| {
+                format!(
+                    "the client {address} in `{header}` has an entry before it, so it is probably a proxy, and all of its clients \
+                     share one count: {fix}, or ignore this if it is a client{PROXY_HEADER}"
+                )
+            });
+        }
+        client
+    }
+
+    /// Returns the last address in this number of entries.
+    fn count(
+        &self,
+        peer: Peer,
+        hops: u8,
+        entries: &mut impl Iterator<Item = Option<Peer>>,
+        examiner: Option<&Notifier>,
+    ) -> Peer {
+        let mut client = peer;
+        let mut read = 0;
+        for hop in entries.take(hops.into()) {
+            read += 1;
+            // A hop without an address takes its place in the count, or a client could move the entry that counts.
+            if let Some(hop) = hop
+                && hop != Peer::Unix
+            {
+                client = hop;
             }
         }
+        // Without any entry, the request is the proxy's own, such as a health check.
+        if let Some(layer) = examiner
+            && (1..hops).contains(&read)
+        {
+            let header = &self.header;
+            layer.proxy_header(|| {
+                format!(
+                    "a request has only {read} of {hops} entries in `{header}`, so it has bypassed a proxy, or there are fewer \
+                     proxies, and clients can choose the address that counts: let no client bypass the proxies, or use \
+                     `.hops({read})`{PROXY_HEADER}"
+                )
+            });
+        }
+        client
     }
+}
+
+/// Returns the first untrusted hop, or the last one before an entry without an address.
+fn follow(
+    peer: Peer,
+    trusted: &[Trusted],
+    entries: &mut impl Iterator<Item = Option<Peer>>,
+) -> Peer {
+    let mut client = peer;
+    let mut hop = peer;
+    for _ in 0..ClientIp::MAX_HOPS {
+        if !covers(trusted, hop) {
+            break;
+        }
+        // Without an address, the entry may hide an untrusted hop: do not read beyond it.
+        let Some(Some(next)) = entries.next() else {
+            break;
+        };
+        hop = next;
+        // All processes on sockets would share one count, so the last address counts instead.
+        if hop != Peer::Unix {
+            client = hop;
+        }
+    }
+    client
 }
 
 /// Returns the hops of a line of `X-Forwarded-For` from right to left.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use ipnet::IpNet;
 
-use super::super::peer::{Peer, is_link_local, is_private, is_shared};
+use super::super::peer::{Peer, is_link_local, is_private, is_shared, trusting};
 use crate::error::{ConfigError, redacted};
 use crate::middleware::unmapped;
 
@@ -32,6 +32,14 @@ impl Trust {
         match self {
             Self::Networks(trusted) => trusted.contains(&Trusted::Unix),
             Self::Hops(_) => true,
+        }
+    }
+
+    /// How to trust another proxy too.
+    pub(super) fn to_include(&self, proxy: IpAddr) -> String {
+        match self {
+            Self::Networks(_) => format!("trust it too, as in `.trust([{:?}])`", trusting(proxy)),
+            Self::Hops(hops) => format!("trust one more, by `.hops({})`", hops.saturating_add(1)),
         }
     }
 }

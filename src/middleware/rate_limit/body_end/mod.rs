@@ -5,8 +5,8 @@ mod layer;
 
 use std::sync::Arc;
 
-use http::Response;
 use http::response::Parts;
+use http::{Response, StatusCode};
 
 pub use body::TrackedBody;
 
@@ -57,6 +57,11 @@ impl Ending for UntilBodyEnd {
     type Body<B> = TrackedBody<B>;
 
     fn wrap<B>(response: Response<B>, charge: Option<RequestCost>) -> Response<TrackedBody<B>> {
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS
+            && let Some(charge) = &charge
+        {
+            charge.upgraded();
+        }
         response.map(|body| TrackedBody::new(body, charge))
     }
 }

@@ -39,19 +39,19 @@ pub(crate) struct Dialer {
     login: Option<Arc<Login>>,
     /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
-    /// The last answer to the question why a server does not accept the greeting.
-    asked: Mutex<Option<Asked>>,
+    /// The last search for the reason of a refusal.
+    last_reason: Mutex<Option<FoundReason>>,
 }
 
 #[derive(Debug)]
-struct Asked {
+struct FoundReason {
     server: ConnectionAddr,
     at: Instant,
     reason: Option<StoreError>,
 }
 
-/// Minimum interval between two questions to one server, which cost a connection each.
-const ASK_EVERY: Duration = Duration::from_secs(1);
+/// Minimum interval between two searches on one server. A search opens a connection.
+const REASON_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Idle time after which the system sends a TCP keep-alive probe: before NATs and load balancers
 /// drop a connection.
@@ -66,14 +66,14 @@ const TLS_ALERT: u8 = 0x15;
 const MAX_LINE: usize = 1024;
 
 /// A server to connect to.
-struct Target {
+struct DialTarget {
     /// At its reachable address.
     server: ConnectionInfo,
     /// The name in the server's certificate, if it differs from the host.
     name: Option<String>,
 }
 
-impl Target {
+impl DialTarget {
     /// Replaces the host with the name in the certificate, against which redis-rs verifies it. The resolver still uses
     /// the real one.
     fn named(&self) -> ConnectionInfo {
@@ -99,7 +99,7 @@ impl Dialer {
             client_name,
             login: None,
             connected: AtomicBool::new(false),
-            asked: Mutex::default(),
+            last_reason: Mutex::default(),
         }
     }
 
@@ -120,7 +120,7 @@ impl Dialer {
         announced: &ConnectionInfo,
         reached: Option<(String, u16)>,
     ) -> Result<Driven, StoreError> {
-        let mut target = Target {
+        let mut target = DialTarget {
             server: announced.clone(),
             name: self.server_name.clone(),
         };
@@ -140,7 +140,11 @@ impl Dialer {
     }
 
     /// Opens a connection with the newest credentials. If the server rejects them, uses newer ones.
-    async fn log_in(&self, login: &Arc<Login>, mut target: Target) -> Result<Driven, StoreError> {
+    async fn log_in(
+        &self,
+        login: &Arc<Login>,
+        mut target: DialTarget,
+    ) -> Result<Driven, StoreError> {
         let mut issued = login.credentials().await?;
         loop {
             target.server = issued.apply(&target.server);
@@ -161,7 +165,7 @@ impl Dialer {
     }
 
     /// Opens a connection with the credentials in these settings.
-    async fn dial_as(&self, target: &Target) -> Result<Driven, StoreError> {
+    async fn dial_as(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let opened = match self.connected.load(Relaxed) {
             true => self.open(target).await,
             false => self.open_first(target).await,
@@ -170,8 +174,8 @@ impl Dialer {
         opened
     }
 
-    /// Opens a connection, and asks for the reason if the server does not accept its greeting.
-    async fn open(&self, target: &Target) -> Result<Driven, StoreError> {
+    /// Opens a connection. If the server does not accept its greeting, looks for the reason.
+    async fn open(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let connected = self.connect(target).await;
         let mut opened = connected.map_err(|error| error_of(&error))?;
         let name = self.client_name.as_deref();
@@ -186,7 +190,7 @@ impl Dialer {
     }
 
     /// Connects without a greeting.
-    async fn connect(&self, target: &Target) -> Result<Driven, RedisError> {
+    async fn connect(&self, target: &DialTarget) -> Result<Driven, RedisError> {
         let mut config = without_timeouts();
         if let ConnectionAddr::Tcp(host, port) = target.server.addr() {
             let stream = connect(host, *port, target.server.tcp_settings(), self.time / 4).await?;
@@ -213,8 +217,8 @@ impl Dialer {
         })
     }
 
-    /// Connects for the first time. If that takes long, asks at the same time why the server does not reply.
-    async fn open_first(&self, target: &Target) -> Result<Driven, StoreError> {
+    /// Connects for the first time. If that takes long, looks for the reason concurrently.
+    async fn open_first(&self, target: &DialTarget) -> Result<Driven, StoreError> {
         let opening = pin!(self.open(target));
         let opening = match select(opening, pin!(sleep(self.time / 4))).await {
             Either::Left((opened, _)) => return opened,
@@ -227,16 +231,16 @@ impl Dialer {
         }
     }
 
-    /// Returns the reason that the server gives for its refusal, which is asked for once a second.
-    async fn reason(&self, target: &Target) -> Option<StoreError> {
-        if let Some(asked) = &*lock(&self.asked)
-            && asked.server == *target.server.addr()
-            && asked.at.elapsed() < ASK_EVERY
+    /// Returns the server's reason for its refusal. Opens at most one connection per second for that.
+    async fn reason(&self, target: &DialTarget) -> Option<StoreError> {
+        if let Some(last) = &*lock(&self.last_reason)
+            && last.server == *target.server.addr()
+            && last.at.elapsed() < REASON_INTERVAL
         {
-            return asked.reason.clone();
+            return last.reason.clone();
         }
-        let reason = self.ask_for_reason(target).await;
-        *lock(&self.asked) = Some(Asked {
+        let reason = self.find_reason(target).await;
+        *lock(&self.last_reason) = Some(FoundReason {
             server: target.server.addr().clone(),
             at: instant(),
             reason: reason.clone(),
@@ -244,9 +248,9 @@ impl Dialer {
         reason
     }
 
-    /// Opens another connection, on which the server may say why it serves nobody. That connection sends no password, which
-    /// the server might repeat.
-    async fn ask_for_reason(&self, target: &Target) -> Option<StoreError> {
+    /// Opens another connection, and reads the server's reason there. That connection sends no password, which the server
+    /// might repeat.
+    async fn find_reason(&self, target: &DialTarget) -> Option<StoreError> {
         match target.server.addr() {
             ConnectionAddr::Tcp(host, port) => {
                 let line = self.first_line(host, *port, TLS_GREETING).await?;
@@ -262,7 +266,7 @@ impl Dialer {
     }
 
     /// Over TLS, only redis-rs can read what the server says: as the reply to its own greeting.
-    async fn reason_over_tls(&self, target: &Target, host: &str) -> Option<StoreError> {
+    async fn reason_over_tls(&self, target: &DialTarget, host: &str) -> Option<StoreError> {
         let config = without_timeouts().set_dns_resolver(Host(host.to_owned()));
         let hello = without_greeting().set_protocol(ProtocolVersion::RESP3);
         let client = Client::open(target.named().set_redis_settings(hello)).ok()?;
@@ -279,7 +283,7 @@ impl Dialer {
 
     /// Returns the reason why a server does not reply. A Redis without TLS takes a TLS greeting for the start of a command,
     /// and waits for the rest.
-    async fn reason_of_silence(&self, target: &Target) -> Option<StoreError> {
+    async fn reason_of_silence(&self, target: &DialTarget) -> Option<StoreError> {
         let ConnectionAddr::TcpTls { host, port, .. } = target.server.addr() else {
             return self.reason(target).await;
         };
@@ -297,7 +301,7 @@ impl Dialer {
             let addresses = names::addresses(host, port).await.ok()?;
             let stream = TcpStream::connect(&*addresses).await.ok()?;
             stream.writable().await.ok()?;
-            // The server may have closed the connection already, and what it sent is still there.
+            // The server may have closed the connection already. Its reply can still be read.
             let _ = stream.try_write(bytes);
             read_line(&stream).await
         };
@@ -305,7 +309,7 @@ impl Dialer {
     }
 }
 
-/// Redis-rs has timeouts of its own. The callers of `dial` and of commands have theirs instead.
+/// Disables redis-rs's own timeouts: the callers of `dial` and of commands have theirs.
 fn without_timeouts() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(None)

@@ -1,7 +1,7 @@
 //! The greeting of a new connection: its login, protocol, database and names, in one write.
 //!
-//! Redis-rs has a greeting of its own, which sets no name of the connection. So it is left out, and this one is sent as
-//! the connection's first commands.
+//! The greeting of redis-rs sets no name of the connection. So it is left out, and this one is sent as the connection's
+//! first commands.
 
 use redis::{Cmd, ProtocolVersion, RedisConnectionInfo, RedisError, Value, cmd};
 
@@ -11,7 +11,7 @@ use crate::error::{ConfigError, ErrorKind, StoreError};
 
 /// The name of this crate in `CLIENT LIST`, and its version.
 const LIBRARY: [&str; 2] = [env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION")];
-/// The default name of a connection. Redis 7.0 and earlier know no library.
+/// The default name of a connection. Redis 7.0 and earlier show no library.
 const DEFAULT_NAME: &str = concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION"));
 
 /// Returns the error of a connection name that Redis would reject.
@@ -101,7 +101,7 @@ impl Greeting {
             return Err(login_error(error, settings));
         }
         if self.database == Some(place) {
-            return Err(error_of(error));
+            return Err(database_error(error, settings.db()));
         }
         if is_about_names(error) {
             return Ok(());
@@ -110,11 +110,26 @@ impl Greeting {
     }
 }
 
+/// Returns the error of a database that the server does not select.
+fn database_error(error: &RedisError, database: i64) -> StoreError {
+    let detail = error.detail().unwrap_or_default();
+    if detail.contains("out of range") {
+        let reason = format!(
+            "it has no database {database}: use one below its `databases`, which are 0 to 15 by default, or a `prefix` in \
+             database 0"
+        );
+        return StoreError::explained(ErrorKind::Refused, reason);
+    }
+    if detail.contains("cluster mode") {
+        return StoreError::new(ErrorKind::ClusterNode);
+    }
+    error_of(error)
+}
+
 fn login(settings: &RedisConnectionInfo) -> Option<Cmd> {
     let password = settings.password();
     if is_resp2(settings) {
-        let mut login = cmd("AUTH");
-        return Some(login.arg(settings.username()).arg(password?).take());
+        return Some(auth(settings.username(), password?));
     }
     let mut hello = cmd("HELLO");
     hello.arg(3);
@@ -123,6 +138,11 @@ fn login(settings: &RedisConnectionInfo) -> Option<Cmd> {
         hello.arg("AUTH").arg(user).arg(password);
     }
     Some(hello)
+}
+
+/// The command that logs in as this user, or as the default one.
+pub(super) fn auth(user: Option<&str>, password: &str) -> Cmd {
+    cmd("AUTH").arg(user).arg(password).take()
 }
 
 fn set_info(field: &str, value: &str) -> Cmd {
@@ -163,7 +183,7 @@ fn login_error(error: &RedisError, settings: &RedisConnectionInfo) -> StoreError
 }
 
 /// Returns `true` if an error reply to a name concerns only this name: the command does not exist, or the user may not
-/// run it. Other errors are those of a server that serves nobody at present.
+/// run it. Other errors reject the whole connection.
 fn is_about_names(error: &RedisError) -> bool {
     matches!(error.code(), Some("ERR" | "NOPERM" | "NOAUTH"))
 }

@@ -20,6 +20,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
 use super::errors::STEPS;
+use super::greeting::auth;
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::credentials::{CredentialSource, Credentials};
 use crate::util::{instant, lock, patient};
@@ -172,7 +173,7 @@ impl Login {
         }
     }
 
-    /// LoginCalls the source in a task of this runtime.
+    /// Calls the source in a task of this runtime.
     fn call(self: &Arc<Self>, began: Instant) {
         let running = SourceCall {
             login: Arc::downgrade(self),
@@ -329,19 +330,22 @@ impl Issued {
     pub(super) fn apply(&self, server: &ConnectionInfo) -> ConnectionInfo {
         let mut settings = server.redis_settings().clone();
         settings = settings.set_password(self.credentials.password());
-        if !self.credentials.user().is_empty() {
-            settings = settings.set_username(self.credentials.user());
+        if let Some(user) = self.user() {
+            settings = settings.set_username(user);
         }
         server.clone().set_redis_settings(settings)
     }
 
     fn command(&self) -> Cmd {
-        let mut command = redis::cmd("AUTH");
-        if !self.credentials.user().is_empty() {
-            command.arg(self.credentials.user());
+        auth(self.user(), self.credentials.password())
+    }
+
+    /// `None` for the default user.
+    fn user(&self) -> Option<&str> {
+        match self.credentials.user() {
+            "" => None,
+            user => Some(user),
         }
-        command.arg(self.credentials.password());
-        command
     }
 
     /// Records that a server has rejected the credentials: the next connection calls the source before it uses them.

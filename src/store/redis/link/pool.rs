@@ -223,7 +223,7 @@ impl<C: Connect> Pool<C> {
         };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
-            // `find_working` examines each connection, also the spare one, and pings only those that were idle.
+            // `find_working` examines each connection, also the spare one, and pings it only if it was idle.
             .test_on_check_out(false)
             // bb8 would keep the reason from the checkouts that wait, and ignore the pauses of `Backoff`.
             .retry_connection(false)

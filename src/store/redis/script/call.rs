@@ -320,7 +320,7 @@ impl Plan {
             if grants > most || !is_exact {
                 return Err(protocol());
             }
-            // Beside other policies, one of requests in flight grants one request, not a cost.
+            // Together with other policies, one of requests in flight grants one request, not a cost.
             if is_of_slots || !policy.is_in_flight() {
                 granted = granted.max(grants);
             }

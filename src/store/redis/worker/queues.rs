@@ -158,7 +158,7 @@ impl NodeQueue {
     /// # Errors
     ///
     /// [`Full`], unless another queue has accepted the check before.
-    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Sending), Full> {
+    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, NextSend), Full> {
         // A redirected check keeps its id: its caller may withdraw it.
         if let Some(id) = job.id {
             let starts = self.jobs.put(job);
@@ -179,29 +179,29 @@ impl NodeQueue {
         if no_worker_runs {
             return Ok((id, self.send_soon(since)));
         }
-        Ok((id, Sending::Begun))
+        Ok((id, NextSend::Begun))
     }
 
-    fn sending(&mut self, starts: bool) -> Sending {
+    fn sending(&mut self, starts: bool) -> NextSend {
         if starts {
-            Sending::By(self.worker_start())
+            NextSend::By(self.worker_start())
         } else {
-            Sending::Begun
+            NextSend::Begun
         }
     }
 
     /// Sends patient checks, for which no worker runs: immediately, or soon after the last ones.
-    fn send_soon(&mut self, now: Instant) -> Sending {
+    fn send_soon(&mut self, now: Instant) -> NextSend {
         if self.waits_until(now).is_none() {
             let starts = self.jobs.start();
             return self.sending(starts);
         }
         match self.arm_timer(now) {
-            Some(time) => Sending::At {
+            Some(time) => NextSend::At {
                 time,
                 queue_number: self.number,
             },
-            None => Sending::Begun,
+            None => NextSend::Begun,
         }
     }
 
@@ -224,7 +224,7 @@ impl NodeQueue {
 }
 
 /// How a queued check is sent.
-pub(super) enum Sending {
+pub(super) enum NextSend {
     /// By a running worker, or by the timer's worker.
     Begun,
     /// By this worker, which the caller must start.
@@ -600,9 +600,9 @@ impl Job {
     /// Whether it must not be sent: the caller has dropped the future, or the timeout has passed.
     pub(super) fn is_late(&self, now: Instant, timeout: Duration) -> bool {
         // A fallback withdraws its checks itself: it knows whether the runtime was late.
-        let is_timed_elsewhere = self.check.sending().is_timed;
+        let has_timeout = !self.check.sending().is_timed;
         let age = now.saturating_duration_since(self.since);
-        self.is_abandoned() || age > timeout && !is_timed_elsewhere
+        self.is_abandoned() || has_timeout && age > timeout
     }
 
     pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, StoreError>) {

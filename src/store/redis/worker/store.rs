@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::denials::DenialCache;
 use super::queues::{
-    Full, Job, JobId, JobQueue, NodeQueue, NodeQueues, NodeTarget, Placed, RedisFuture, Sending,
+    Full, Job, JobId, JobQueue, NextSend, NodeQueue, NodeQueues, NodeTarget, Placed, RedisFuture,
     WorkerStart, no_runtime,
 };
 use super::task::Worker;
@@ -286,7 +286,7 @@ impl SharedStore {
         let max_workers = if target.is_some() { workers } else { 1 };
         let jobs = JobQueue::new(max_queued.get(), max_workers, backlog);
         let renewal = match (&self.login, &target) {
-            (Some(login), Some(target)) => Some(Renewal {
+            (Some(login), Some(target)) => Some(CredentialRenewal {
                 inner: Arc::downgrade(self),
                 login: Arc::clone(login),
                 pool: Arc::downgrade(&target.pool),
@@ -362,9 +362,9 @@ impl SharedStore {
         let (id, sending) = self.with_queue(runtime, node, |queue| queue.push(job))?;
         // Without the lock: a runtime that has shut down drops the worker, whose `Drop` takes the lock.
         match sending {
-            Sending::Begun => {}
-            Sending::By(start) => self.start_worker(runtime, start),
-            Sending::At { time, queue_number } => {
+            NextSend::Begun => {}
+            NextSend::By(start) => self.start_worker(runtime, start),
+            NextSend::At { time, queue_number } => {
                 self.start_worker_at(time, runtime, queue_number);
             }
         }
@@ -671,7 +671,7 @@ impl fmt::Debug for SharedStore {
 struct Watch {
     inner: Weak<SharedStore>,
     queue_number: NonZeroU64,
-    renewal: Option<Renewal>,
+    renewal: Option<CredentialRenewal>,
     store: oneshot::Receiver<Infallible>,
 }
 
@@ -687,13 +687,13 @@ impl Watch {
 }
 
 /// Renews the credentials of a store, and sends them over the idle connections of a pool.
-struct Renewal {
+struct CredentialRenewal {
     inner: Weak<SharedStore>,
     login: Arc<Login>,
     pool: Weak<NodePool>,
 }
 
-impl Renewal {
+impl CredentialRenewal {
     async fn run(self) {
         let mut calls = self.login.calls();
         loop {

@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 use super::slots::{self, Address, SlotMap, SlotRanges};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, error_of, with_address, within};
-use crate::store::redis::topology::addresses::AddressMap;
+use crate::store::redis::topology::addresses::{AddressMap, host_and_port};
 use crate::store::redis::topology::node::Node;
 use crate::util::{RandomState, instant, lock};
 
@@ -58,9 +58,9 @@ impl<A: Clone + Eq + Hash> Known<A> {
 }
 
 /// A node to query.
-struct Candidate {
+struct NodeToAsk {
     address: Address,
-    /// Whether a node has announced the address. Those that the application named are reachable.
+    /// Whether a node has announced the address. Addresses from the application are reachable.
     is_announced: bool,
 }
 
@@ -240,7 +240,7 @@ impl Nodes {
         Ok((map, is_other))
     }
 
-    async fn query_within(&self, patience: Duration, candidate: Candidate) -> Queried {
+    async fn query_within(&self, patience: Duration, candidate: NodeToAsk) -> Queried {
         let slots = match self.reach(&candidate) {
             Ok(reached) => within(patience, self.query(&candidate.address, reached)).await,
             Err(error) => Err(error.into()),
@@ -252,7 +252,7 @@ impl Nodes {
     }
 
     /// Returns the reachable address of a node, if it differs.
-    fn reach(&self, candidate: &Candidate) -> Result<Option<(String, u16)>, ConfigError> {
+    fn reach(&self, candidate: &NodeToAsk) -> Result<Option<(String, u16)>, ConfigError> {
         let Address { host, port } = &candidate.address;
         if candidate.is_announced {
             self.addresses.reach(host, *port)
@@ -261,7 +261,7 @@ impl Nodes {
         }
     }
 
-    /// Returns the slot and the node to which the node `asked` redirects.
+    /// Returns the slot and the target of a redirect.
     ///
     /// # Errors
     ///
@@ -270,9 +270,7 @@ impl Nodes {
         let Some((address, slot)) = error.redirect_node() else {
             return Err(NodeError::NotReady);
         };
-        let (host, port) = address.rsplit_once(':').ok_or(NodeError::NotReady)?;
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        let port = port.parse().map_err(|_| NodeError::NotReady)?;
+        let (host, port) = host_and_port(address).ok_or(NodeError::NotReady)?;
         // The cluster does not know the address.
         if host == "?" || port == 0 {
             return Err(NodeError::NoAddress);
@@ -317,22 +315,22 @@ impl Nodes {
     }
 
     /// Returns some known nodes, in random order, followed by the nodes that the application named.
-    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Candidate> {
+    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<NodeToAsk> {
         // Otherwise a thousand instances would all query the same node after a failover.
         let random = RandomState::new();
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
         nodes.truncate(MAX_QUERIED);
-        let mut candidates: Vec<Candidate> = vec![];
+        let mut candidates: Vec<NodeToAsk> = vec![];
         for address in nodes.into_iter().filter_map(|node| self.address(node)) {
-            candidates.push(Candidate {
+            candidates.push(NodeToAsk {
                 address,
                 is_announced: true,
             });
         }
         for address in self.seeds.iter().filter_map(Address::of) {
             if !candidates.iter().any(|other| other.address == address) {
-                candidates.push(Candidate {
+                candidates.push(NodeToAsk {
                     address,
                     is_announced: false,
                 });
