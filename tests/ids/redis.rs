@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::{Decision, Source};
+use tower_redis_ratelimit::check::{Check, Decision, Source};
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::Store;
@@ -15,7 +15,7 @@ use tower_redis_ratelimit::{
     RedisStore, Strategy,
 };
 
-use crate::support::{RedisServer, policy, until};
+use crate::support::{RedisServer, STRATEGIES, is_gradual, policy, until};
 
 const QUOTA: &str = "100/100d";
 
@@ -54,6 +54,53 @@ where
 {
     let response = service.clone().oneshot(request(id)).await.unwrap();
     response.extensions().get::<Decision>().unwrap().clone()
+}
+
+/// A request that is repeated under another quota, as in a rolling deploy or after an upgrade, is charged once.
+#[tokio::test]
+async fn a_changed_quota_keeps_the_ids() {
+    let server = RedisServer::start();
+    let (redis, local) = (store(&server), LocalStore::default());
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| is_gradual(*strategy))
+    {
+        let [lower, higher] =
+            ["100/100d", "300/100d burst 200"].map(|quota| policy(strategy, quota));
+        let ann = Key::new(strategy.to_string());
+        let take = |policies, id| Check::take(ann, policies, 10).with_id(id);
+        let left = |policies| Check::peek(ann, policies, 0);
+        for (policies, id, remaining) in [
+            (&lower, "one", [90, 190]),
+            (&higher, "one", [90, 190]),
+            (&higher, "two", [80, 180]),
+            (&lower, "two", [80, 180]),
+            (&lower, "one", [80, 180]),
+        ] {
+            for decision in [
+                redis.check(take(policies, id)).await.unwrap(),
+                local.check(take(policies, id)).await.unwrap(),
+            ] {
+                assert_eq!(
+                    decision.granted(),
+                    10,
+                    "{strategy}: {id} under {policies:?}"
+                );
+            }
+            for (policies, remaining) in [&lower, &higher].into_iter().zip(remaining) {
+                for peek in [
+                    redis.check(left(policies)).await.unwrap(),
+                    local.check(left(policies)).await.unwrap(),
+                ] {
+                    assert_eq!(
+                        peek.remaining(),
+                        remaining,
+                        "{strategy}: {id} of {policies:?}"
+                    );
+                }
+            }
+        }
+    }
 }
 
 #[tokio::test]

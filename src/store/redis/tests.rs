@@ -190,8 +190,8 @@ async fn every_quota_of_a_name_holds_alone() {
     );
 }
 
-/// Instances with two quotas of a bucket, for 60 seconds: together they grant at most what the looser one does, and one
-/// of them as much as it does alone while the other is not used.
+/// Instances with two quotas of a bucket, for 60 seconds: together they grant at most what the looser quota does, and at
+/// least what the first one does.
 #[tokio::test]
 async fn two_quotas_of_a_bucket_grant_as_one() {
     let server = RedisServer::start();
@@ -231,7 +231,7 @@ async fn two_quotas_of_a_bucket_grant_as_one() {
             now.store(start + 50_000 * (step as i64 + 1), Relaxed);
         }
         println!(
-            "100/10s beside {}: {granted}, at most {most}",
+            "100/10s and {}: {granted}, at most {most}",
             other[0].quota()
         );
         assert!((600..=most).contains(&granted), "{granted} of {most}");
