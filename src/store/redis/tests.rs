@@ -119,6 +119,42 @@ async fn changing_quotas() {
     }
 }
 
+/// Each of some extreme quotas after each other one.
+#[tokio::test]
+async fn extreme_quotas_change_alike() {
+    const EXTREMES: [&str; 8] = [
+        "1/us burst 1",
+        "4294967295/us",
+        "4294967295/us burst 1",
+        "1/366d",
+        "4294967295/366d",
+        "1/366d burst 4294967295",
+        "1000003/s burst 4294967295",
+        "999983/30d",
+    ];
+    let server = RedisServer::start();
+    let mut trace = Trace::new(24, &server);
+    let buckets = Strategy::ALL
+        .iter()
+        .filter(|strategy| strategy.frees().has_burst());
+    for strategy in buckets {
+        // A token bucket's state is of one type for both refills.
+        trace.states.clear();
+        let lists: Vec<[Policies; 1]> = EXTREMES
+            .iter()
+            .filter_map(|quota| Policy::new("extreme", *strategy, *quota).ok())
+            .map(|policy| [policy.into()])
+            .collect();
+        assert!(lists.len() > 5, "{strategy}");
+        for one in &lists {
+            for other in &lists {
+                trace.run(one, 6).await;
+                trace.run(other, 6).await;
+            }
+        }
+    }
+}
+
 /// Several quotas of a window under one name, and callers that choose between them: each count is just what its
 /// definition says, in Redis and in a local store.
 #[tokio::test]
