@@ -302,14 +302,20 @@ async fn ids() {
         };
         let period = longest_period(&lists[trace.rng.usize(..asked.len())]);
         let start = trace.now.load(Relaxed) + trace.rng.i64(1..10_000_000);
-        let ages = [
+        // The end of the window of the clock, or any other time.
+        let window = period - start % period;
+        let mut ages = [
             0,
             trace.rng.i64(0..period),
+            window - 1,
+            window,
+            window + 1,
             period - 1,
             period,
             period + 1,
             period + trace.rng.i64(1..2_000),
         ];
+        ages.sort();
         let mut first = None;
         for age in ages {
             trace.now.store(start + age, Relaxed);
