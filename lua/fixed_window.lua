@@ -11,7 +11,7 @@ local FORMAT, LENGTH = '<i7I5I5', 17
 
 -- With the offset -1, a window starts with the first charge.
 local function policy(capacity, period, offset)
-  return { capacity = capacity, period = period, offset = offset }
+  return { capacity = capacity, period = period, offset = offset, is_window = true }
 end
 
 -- Returns the start of the current window: the last boundary of the clock, or now.

@@ -36,7 +36,7 @@ pub use quota::Quota;
 pub use rate_limited::RateLimited;
 pub use strategy::{Align, Mode, Refill, Strategy};
 
-pub(crate) use answered::Answered;
+pub(crate) use answered::{Answered, longest_period};
 pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::{MadeBy, Verdicts};
 pub(crate) use duration::micros;
@@ -46,7 +46,7 @@ pub(crate) use policies::IsPolicies;
 pub(crate) use policy::{PolicyKind, is_name};
 #[cfg(test)]
 pub(crate) use span::examples as span_examples;
-pub(crate) use strategy::{Frees, Snapshot, State, strategies};
+pub(crate) use strategy::{Frees, Snapshot, State, Writer, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, any_quota, most_spent, room, vary};
 pub(crate) use words::words;
