@@ -14,7 +14,8 @@ use crate::observe::Observer;
 /// holds one of these, which can be replaced while the service runs. `None` limits nothing.
 ///
 /// `R` is what it reads: for HTTP the [`Parts`], which are the request without its body. For other services it is the
-/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for HTTP.
+/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). For a [`Limiter`](crate::Limiter) it is the [`Key`]
+/// of the caller. `Tiers` are for HTTP and for a `Limiter`, and `Routes` are for HTTP.
 ///
 /// ```
 /// use http::request::Parts;
@@ -44,7 +45,8 @@ use crate::observe::Observer;
     note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
     note = "several policies for each request, as in a `Vec` or an array: `Policies::new([..])?`",
     note = "a closure: `policies_fn(|request| ..)`, which is given `&http::request::Parts` and returns `Policies`, or an `Option` of them",
-    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
+    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`",
+    note = "a `Limiter`, which has no request: `Tiers`, or a closure of the key, as in `|key: &Key| ..`"
 )]
 pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// The policies of this request, which is counted by `key`. `None` exempts it: it passes uncounted, without header

@@ -30,7 +30,7 @@ pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source, Verdict};
 pub use in_flight::SlotId;
 pub use key::{IsBytes, IsKey, Key};
-pub use policies::{IsPolicies, Policies};
+pub use policies::Policies;
 pub use policy::Policy;
 pub use quota::Quota;
 pub use rate_limited::RateLimited;

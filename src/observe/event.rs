@@ -12,7 +12,7 @@ use super::mistakes;
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 
-/// A layer received a decision.
+/// A layer or a [`Limiter`](crate::Limiter) received a decision.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Decided<'a> {

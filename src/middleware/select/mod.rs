@@ -5,7 +5,6 @@ mod routes;
 mod tiers;
 
 pub use crate::gate::{PolicySelector, policies_fn};
-pub use crate::limit::IsPolicies;
 pub use ipnet::IpNet;
 pub use live::Live;
 pub use routes::Routes;

@@ -477,16 +477,16 @@ fn a_wrong_cost_names_the_conversion_and_the_place_for_async() {
 }
 
 #[test]
-fn a_limiter_has_fixed_policies() {
+fn a_limiter_selects_policies_by_key() {
     fixes(
-        "Limiter::new(LocalStore::default(), Live::new(policy));",
+        "Limiter::new(LocalStore::default(), Routes::new(policy));",
         &[
-            "Live<tower_redis_ratelimit::Policy>` are no policies",
-            "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
-             `Limiter` with a clone of the store, which goes on counting",
+            "Routes` gives no policies for a request",
+            "a `Limiter`, which has no request: `Tiers`, or a closure of the key, as in `|key: &Key| ..`",
         ],
         "let store = LocalStore::default();
-         Limiter::new(store.clone(), policy.clone());
+         Limiter::new(store.clone(), |_: &Key| None);
+         Limiter::new(store.clone(), Live::new(Tiers::new(policy.clone())));
          Limiter::new(store, Policies::new([policy])?);",
     );
     fixes(

@@ -223,7 +223,103 @@ async fn a_limiter_passes_observers_to_its_store() {
     let notes = Notes::default();
     let limiter = Limiter::new(fallback(), gcra("mails", "9/h")).observer(notes.clone());
     let _ = limiter.take(Key::new("alice"), 1).await.unwrap();
-    assert_eq!(notes.take(), ["sends", "alice failed: Unreachable"]);
+    let [sends, failed, decided] = &notes.take()[..] else {
+        panic!("three events")
+    };
+    assert_eq!([sends, failed], ["sends", "alice failed: Unreachable"]);
+    assert!(
+        decided.starts_with("alice mails allowed Local "),
+        "{decided}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_reports_decisions_like_a_layer() {
+    let (alice, notes) = (Key::new("alice"), Notes::default());
+    let mails = gcra("mails", "2/h");
+    let limiter = Limiter::new(LocalStore::default(), mails).observer(notes.clone());
+    let reported = |outcome: &str| format!("alice mails {outcome} Local 0ns");
+
+    let _ = limiter.take(alice, 1).await.unwrap();
+    assert_eq!(notes.take(), [reported("allowed")]);
+    let held = limiter.reserve(alice, 1).await.unwrap();
+    assert_eq!(notes.take(), [reported("allowed")]);
+    let _ = limiter.take_with_id(alice, 1, "job-7").await.unwrap();
+    let _ = limiter.up_to(alice, 1).await.unwrap();
+    let _ = limiter.wait(alice, 1, Duration::ZERO).await.unwrap();
+    assert_eq!(notes.take(), [(); 3].map(|()| reported("denied")));
+    limiter.reserve(alice, 1).await.unwrap_err();
+    let denied = limiter.reserve_within(alice, 1, Duration::ZERO);
+    denied.await.unwrap_err();
+    assert_eq!(notes.take(), [(); 2].map(|()| reported("denied")));
+    drop(held);
+
+    // They let nothing pass.
+    let _ = limiter.peek(alice, 1).await.unwrap();
+    limiter.charge(alice, 1).await.unwrap();
+    limiter.refund(alice, 1).await.unwrap();
+    limiter.reset(alice).await.unwrap();
+    assert_eq!(notes.take(), [""; 0]);
+
+    let _ = limiter.take(alice, 2).await.unwrap();
+    let turn = limiter.wait(alice, 1, Duration::from_secs(1_800));
+    assert!(turn.await.unwrap().is_allowed());
+    let [_, waited] = &notes.take()[..] else {
+        panic!("two decisions")
+    };
+    assert!(
+        waited.starts_with("alice mails allowed Local 180"),
+        "{waited}"
+    );
+}
+
+#[tokio::test]
+async fn a_limiter_reports_exempt_callers() {
+    struct Reasons(Notes);
+
+    impl Observer for Reasons {
+        fn decided(&self, _: &event::Decided<'_>) {
+            self.0.add("decided");
+        }
+
+        fn uncounted(&self, event: &event::Uncounted<'_>) {
+            self.0
+                .add(format!("{} {}", event.reason.as_str(), event.allowed));
+        }
+    }
+
+    let notes = Notes::default();
+    let exempt = |_: &Key| None;
+    let limiter = Limiter::new(LocalStore::default(), exempt).observer(Reasons(notes.clone()));
+    let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+    let _ = limiter.wait(Key::GLOBAL, 1, LONG).await.unwrap();
+    assert_eq!(notes.take(), ["exempt true"; 2]);
+}
+
+#[tokio::test]
+async fn a_limiter_reports_failures_like_a_layer() {
+    let (alice, notes) = (Key::new("alice"), Notes::default());
+    let limiter = Limiter::new(Broken, gcra("mails", "9/h")).observer(notes.clone());
+    let failed = "alice failed: Configuration";
+    limiter.take(alice, 1).await.unwrap_err();
+    limiter.peek(alice, 1).await.unwrap_err();
+    limiter.charge(alice, 1).await.unwrap_err();
+    limiter.reserve(alice, 1).await.unwrap_err();
+    assert_eq!(notes.take(), [failed; 4]);
+}
+
+/// Customers have different quotas under one name.
+#[tokio::test]
+async fn given_policies_are_not_compared() {
+    let log = |quota: &str| Policy::new("mails", Strategy::SlidingLog, quota).unwrap();
+    let notes = Problems::default();
+    let limiter = Limiter::new(LocalStore::default(), log("10/d")).observer(notes.clone());
+    for quota in ["20/d", "30/d"] {
+        let given = limiter.under(&log(quota).into());
+        let _ = given.take(Key::new("ann"), 1).await.unwrap();
+    }
+    let _ = limiter.take(Key::new("ann"), 1).await.unwrap();
+    assert_eq!(*notes.0.lock().unwrap(), [""; 0]);
 }
 
 #[tokio::test]
@@ -654,8 +750,14 @@ async fn a_share_below_a_cost_is_reported_once() {
         [""; 0],
         "used up, but large enough"
     );
-    let never: Vec<_> = problems(1_000, &[101]).await;
-    assert_eq!(never, [""; 0], "the whole policy does not allow it");
+    let never = problems(1_000, &[101]).await;
+    assert_eq!(never.len(), 2, "{never:?}");
+    for problem in never {
+        assert!(
+            problem.contains("#never-passes"),
+            "the whole policy does not allow it"
+        );
+    }
 }
 
 #[tokio::test]
