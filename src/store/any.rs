@@ -38,7 +38,7 @@ use crate::observe::Observer;
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store: AnyStore = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_millis(50)).into();
+/// let store: AnyStore = Fallback::builder(redis, LocalStore::default()).deadline(Duration::from_millis(50)).build().into();
 /// # let _ = store;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
@@ -132,7 +132,7 @@ impl AnyStore {
     /// config.share = ShareConfig::Alive;
     /// let store = AnyStore::from_config(&config)?;
     /// let instances = store.instances();
-    /// let store = Leased::new(store).share(instances);
+    /// let store = Leased::builder(store).share(instances).build();
     /// # let _ = store;
     /// # Ok(())
     /// # }
@@ -183,10 +183,11 @@ pub(super) fn fallback(
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
         ShareConfig::Alive => Share::Alive(redis.announce()?),
     };
-    Ok(Fallback::new(redis, local(config))
+    Ok(Fallback::builder(redis, local(config))
         .deadline(config.deadline)
         .failures(config.failures)
-        .share(share))
+        .share(share)
+        .build())
 }
 
 pub(super) fn local(config: &StoreConfig) -> LocalStore {

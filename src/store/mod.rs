@@ -33,7 +33,7 @@ pub use crate::error::{ErrorKind, StoreError};
 pub use any::{AnyStore, AnyStoreFuture};
 pub use backend::Backend;
 pub use config::{ShareConfig, StoreConfig, StoreKind};
-pub use fallback::{Fallback, FallbackFuture, Share};
+pub use fallback::{Fallback, FallbackBuilder, FallbackFuture, Share};
 pub use health::Health;
 pub use instances::Instances;
 pub use local::LocalStore;

@@ -437,7 +437,9 @@ fn a_service_must_be_clone() {
 #[test]
 fn a_share_may_be_a_number() {
     let of = |share: &str| {
-        format!("Fallback::new(LocalStore::default(), LocalStore::default()).share({share});")
+        format!(
+            "Fallback::builder(LocalStore::default(), LocalStore::default()).share({share}).build();"
+        )
     };
     fixes(
         &of("\"4\""),

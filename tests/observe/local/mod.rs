@@ -42,7 +42,9 @@ fn nowhere() -> RedisStoreBuilder {
 
 /// A store with a fallback.
 fn fallback() -> Fallback<RedisStore, LocalStore> {
-    Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
+    Fallback::builder(nowhere().connect_lazy().unwrap(), LocalStore::default())
+        .deadline(LONG)
+        .build()
 }
 
 const LONG: Duration = Duration::from_secs(20);
@@ -312,13 +314,14 @@ async fn a_limiter_reports_failures_like_a_layer() {
 #[tokio::test]
 async fn given_policies_are_not_compared() {
     let log = |quota: &str| Policy::new("mails", Strategy::SlidingLog, quota).unwrap();
-    let notes = Problems::default();
-    let limiter = Limiter::new(LocalStore::default(), log("10/d")).observer(notes.clone());
-    for quota in ["20/d", "30/d"] {
-        let given = limiter.under(&log(quota).into());
-        let _ = given.take(Key::new("ann"), 1).await.unwrap();
+    let (notes, store) = (Problems::default(), LocalStore::default());
+    let [here, there] =
+        [(); 2].map(|()| Limiter::new(store.clone(), log("10/d")).observer(notes.clone()));
+    let given = here.under(&log("20/d").into());
+    let _ = given.take(Key::new("ann"), 1).await.unwrap();
+    for limiter in [&here, &there] {
+        let _ = limiter.take(Key::new("ann"), 1).await.unwrap();
     }
-    let _ = limiter.take(Key::new("ann"), 1).await.unwrap();
     assert_eq!(*notes.0.lock().unwrap(), [""; 0]);
 }
 
@@ -327,9 +330,10 @@ async fn a_store_keeps_its_own_observer() {
     let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
     let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
     // Later settings of the fallback keep the observer.
-    let store = Fallback::new(redis, LocalStore::default())
+    let store = Fallback::builder(redis, LocalStore::default())
         .observer(of_fallback.clone())
-        .deadline(LONG);
+        .deadline(LONG)
+        .build();
     send(
         &limited(layer_with(store, "9/h").observer(of_first.clone())),
         request("alice"),
@@ -716,7 +720,9 @@ async fn a_call_without_ready_is_reported_once() {
 async fn a_share_below_a_cost_is_reported_once() {
     let problems = async |instances: u32, costs: &[u32]| {
         let (notes, redis) = (Problems::default(), MockStore::new());
-        let store = Fallback::new(redis.clone(), LocalStore::default()).share(instances);
+        let store = Fallback::builder(redis.clone(), LocalStore::default())
+            .share(instances)
+            .build();
         let limits = ["api", "jobs"]
             .map(|name| Policy::new(name, Strategy::Gcra, Quota::per_minute(100)).unwrap());
         let limiters =
