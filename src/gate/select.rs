@@ -181,3 +181,22 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
         (**self).observe(observer);
     }
 }
+
+/// For a selector that is chosen at startup, or whose type must be named.
+impl<R: 'static> PolicySelector<R> for Box<dyn PolicySelector<R>> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+        (**self).policies(request, key)
+    }
+
+    fn fixed(&self) -> Option<Policies> {
+        (**self).fixed()
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        (**self).caller_without(forms)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        (**self).observe(observer);
+    }
+}

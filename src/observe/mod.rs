@@ -202,6 +202,10 @@ impl<O: Observer + ?Sized> Observer for Arc<O> {
     forward!(self: (**self));
 }
 
+impl<O: Observer + ?Sized> Observer for Box<O> {
+    forward!(self: (**self));
+}
+
 impl fmt::Debug for dyn Observer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Observer")

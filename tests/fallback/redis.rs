@@ -155,7 +155,7 @@ fn checks_outside_runtimes_do_not_degrade_others() {
 #[tokio::test]
 async fn it_starts_while_redis_is_down() {
     let notes = Notes::default();
-    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
+    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes).build();
     let decisions = join_all((0..20).map(|_| store.check(check("ann", "10/h")))).await;
     let allowed = decisions
         .iter()
@@ -202,7 +202,7 @@ async fn a_frozen_redis_is_not_waited_for() {
 #[tokio::test]
 async fn a_dropped_store_stops_its_probes() {
     let notes = Notes::default();
-    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
+    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes).build();
     for _ in 0..3 {
         let _ = store.check(check("ann", "10/h")).await.unwrap();
     }

@@ -498,15 +498,6 @@ fn a_limiter_selects_policies_by_key() {
     );
 }
 
-#[test]
-fn a_store_in_an_arc_is_cloned_instead() {
-    fixes(
-        "RateLimitLayer::new(std::sync::Arc::new(LocalStore::default()), Global, policy);",
-        &["a store in an `Arc`: pass a clone of the store itself, which shares its counts"],
-        "RateLimitLayer::new(LocalStore::default().clone(), Global, policy);",
-    );
-}
-
 /// The compiler reports these errors without a text of this crate. The pitfalls of the guide quote them.
 #[test]
 fn the_guide_quotes_errors_without_a_text() {
