@@ -135,8 +135,11 @@ fn process(url: &str, (_, workers, millis, clients, share, work): Row) {
         busy.run(redis, || thread::sleep(TIME))
     } else {
         let late = Late::default();
-        let store = Fallback::new(redis, LocalStore::default()).share(share);
-        let mut seen = busy.run(store.observer(late.clone()), || thread::sleep(TIME));
+        let store = Fallback::builder(redis, LocalStore::default())
+            .share(share)
+            .observer(late.clone())
+            .build();
+        let mut seen = busy.run(store, || thread::sleep(TIME));
         seen.late = late.longest();
         seen
     };

@@ -86,8 +86,13 @@ async fn measure(name: &'static str, policies: Policies) -> Run {
             .connect()
             .await
             .unwrap();
-        Leased::new(Fallback::new(redis, LocalStore::default()).deadline(PATIENCE))
-            .share(share.clone())
+        Leased::builder(
+            Fallback::builder(redis, LocalStore::default())
+                .deadline(PATIENCE)
+                .build(),
+        )
+        .share(share.clone())
+        .build()
     }))
     .await;
     let before = server.calls("evalsha").await;

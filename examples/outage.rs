@@ -59,7 +59,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let second = Arc::new(Second::default());
     for _ in 0..INSTANCES {
         let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{port}/"))?;
-        let store = Fallback::new(store, LocalStore::default()).share(INSTANCES);
+        let store = Fallback::builder(store, LocalStore::default())
+            .share(INSTANCES)
+            .build();
         let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
         let service = RateLimitLayer::new(store, Global, policy)
             .decision_in_response()

@@ -1,18 +1,24 @@
+use std::borrow::Cow;
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::Either;
+use tokio::time::Instant;
+
+use crate::background::OpQueue;
 use crate::error::StoreError;
-use crate::gate::Notifier;
-use crate::held_slots::InFlightTracker;
+use crate::gate::{Notifier, PolicySelector, Selector};
+use crate::held_slots::{InFlightTracker, Slot};
 use crate::leases::without_block;
-use crate::limit::{Check, Decision, IsPolicies, Key, Policies, RateLimited};
+use crate::limit::{Charge, Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
+use crate::observe::event::UncountedReason;
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store, flush};
 use crate::util::instant;
-use crate::wait_queues::{Bounds, Spent, WaitQueues};
+use crate::wait_queues::{Bounds, NoPermit, Permit, Spent, WaitQueues};
 
 /// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
 /// loop.
@@ -36,12 +42,47 @@ use crate::wait_queues::{Bounds, Spent, WaitQueues};
 /// # }
 /// ```
 ///
+/// # Policies
+///
+/// The policies are a [`PolicySelector`] of the key: a [`Policy`](crate::Policy) or [`Policies`] for all callers,
+/// [`Tiers`](crate::select::Tiers), [`Live`](crate::select::Live), or a closure. Limits that come from a database are
+/// given [for each call](Self::under).
+///
+/// ```
+/// use tower_redis_ratelimit::select::{Live, Tiers};
+/// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Strategy};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let mails = |quota| Policy::new("mails", Strategy::SlidingLog, quota);
+/// let large = Key::new("user-7");
+/// let live = Live::new(Tiers::new(mails("60/h")?).caller(large, mails("6000/h")?));
+/// let limiter = Limiter::new(LocalStore::default(), live.clone());
+///
+/// assert!(limiter.take(large, 100).await?.is_allowed());
+/// live.replace(Tiers::new(mails("50/h")?));
+/// assert!(!limiter.take(large, 1).await?.is_allowed());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A caller whom the selector exempts is not counted. Its decisions allow everything, under a policy named `exempt`, and
+/// their source is `Source::Other("exempt")`.
+///
+/// # Denials
+///
+/// | method | a denial is |
+/// |---|---|
+/// | [`take`](Self::take), [`take_with_id`](Self::take_with_id), [`up_to`](Self::up_to), [`wait`](Self::wait), [`peek`](Self::peek) | `Ok` of a [`Decision`]: both answers have a remaining amount, and a denial is no failure of the limiter. With [`Decision::allowed`], `?` returns a denial |
+/// | [`reserve`](Self::reserve), [`reserve_within`](Self::reserve_within) | [`ReserveError::Denied`]: there is no [`Reservation`] to return |
+/// | [`charge`](Self::charge), [`refund`](Self::refund), [`reset`](Self::reset) | impossible: they are never denied |
+///
 /// # Runtimes
 ///
-/// [`take`](Self::take) and the other methods that are no `async fn` send the check when they are called, not when the
-/// result is polled. In `runtime.block_on(limiter.take(key, 1))` that is outside of the runtime. There a
-/// [`RedisStore`](crate::RedisStore) decides nothing, and a [`Fallback`](crate::Fallback) decides each check locally. Call
-/// them inside: `runtime.block_on(async { limiter.take(key, 1).await })`.
+/// Every method sends its check when it is called, not when its future is polled. The future borrows nothing. In
+/// `runtime.block_on(limiter.take(key, 1))` the call is outside of the runtime. There a
+/// [`RedisStore`](crate::RedisStore) decides nothing, a [`Fallback`](crate::Fallback) decides each check locally, and
+/// nothing can wait. Call them inside: `runtime.block_on(async { limiter.take(key, 1).await })`.
 ///
 /// The tasks that settle and release [reservations](Self::reserve) and renew their slots run on the tokio
 /// runtime that first needed them. After that runtime has shut down, the next check starts them on its
@@ -52,11 +93,19 @@ use crate::wait_queues::{Bounds, Spent, WaitQueues};
 #[derive(Clone)]
 pub struct Limiter<S> {
     store: S,
-    policies: Policies,
+    limits: Limits,
     wait_queues: WaitQueues,
     /// Tracks the requests in flight of reservations, and settles reservations.
     in_flight: InFlightTracker,
     notifier: Notifier,
+}
+
+/// The policies of a call.
+#[derive(Clone)]
+enum Limits {
+    Selected(Selector<Key>),
+    /// Given for a call: the quotas of one name may differ.
+    Given(Policies),
 }
 
 /// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already
@@ -76,32 +125,85 @@ impl Applied {
     }
 }
 
+/// A granted cost, and what it holds.
+struct Granted {
+    decision: Decision,
+    /// `None` for an exempt caller.
+    charge: Option<Charge>,
+    slot: Option<Slot>,
+}
+
+/// A check whose decision is reported to the observer.
+struct Reported {
+    notifier: Notifier,
+    key: Key,
+    cost: u32,
+    /// Time of the call. `None` if no observer needs it.
+    since: Option<Instant>,
+    is_exempt: bool,
+}
+
 impl<S: Store> Limiter<S> {
-    /// Creates a limiter that counts in `store` under one or several policies.
-    pub fn new(store: S, policies: impl IsPolicies) -> Self {
+    /// Creates a limiter that counts in `store`. `policies` selects the policies of a caller: see [Policies](#policies).
+    pub fn new(store: S, policies: impl PolicySelector<Key>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
         let wait_queues = queues.with_tracker(in_flight.clone());
         Self {
             store,
-            policies: policies.into(),
+            limits: Limits::Selected(Selector::new(policies)),
             wait_queues,
             in_flight,
             notifier: Notifier::default(),
         }
     }
 
-    /// Sets the observer. It receives a store's events, such as that a
-    /// [`Fallback`](crate::Fallback) decides locally, unless the store has an observer; each
-    /// [`Reservation`] that could not be settled; each policy that is leased without effect; and one
-    /// that has another quota in another limiter or layer, which is only
-    /// [suspected](Observer::suspected). It does not receive decisions, which are returned to the caller: report them by
-    /// [`Observer::decided`], with [`Decided::new`](crate::observe::event::Decided::new). Defaults to [a
-    /// log of problems](Observer); `()` disables that.
+    /// Returns this limiter with other policies, such as the limits of a customer that the application has read from its
+    /// database. Counts, waiters and the observer are shared, and nothing is allocated, so call it for each check:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Quota, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let of_customer = |limit| Policy::new("exports", Strategy::SlidingLog, Quota::per_day(limit)).map(Policies::from);
+    /// let limiter = Limiter::new(LocalStore::default(), of_customer(10)?);
+    ///
+    /// // From the customer's row. Keep it with the row: a list caches derived values.
+    /// let bought = of_customer(500)?;
+    /// let decision = limiter.under(&bought).take(Key::new("customer-7"), 20).await?;
+    /// assert_eq!(decision.remaining(), 480);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Customers may have different quotas under one name. If all of them are counted by windows, logs or counters, a
+    /// changed limit continues the count.
+    #[must_use]
+    pub fn under(&self, policies: &Policies) -> Self {
+        Self {
+            store: self.store.clone(),
+            limits: Limits::Given(policies.clone()),
+            wait_queues: self.wait_queues.clone(),
+            in_flight: self.in_flight.clone(),
+            notifier: self.notifier.clone(),
+        }
+    }
+
+    /// Sets the observer. As that of a layer, it receives the [decisions](Observer::decided) on all takes, which are those of
+    /// [`take`](Self::take), [`take_with_id`](Self::take_with_id), [`up_to`](Self::up_to), [`wait`](Self::wait),
+    /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within), and [exempt](Observer::uncounted) callers.
+    /// It also receives each [failure](Observer::failed) of the store; each [`Reservation`] that could not be settled; each
+    /// policy that is leased without effect; and one that has another quota in another limiter or layer, which is only
+    /// [suspected](Observer::suspected). Unless the store has an observer, it receives the store's events too, such as that a
+    /// [`Fallback`](crate::Fallback) decides locally. Defaults to [a log of problems](Observer); `()` disables that.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.backend().observe(&observer);
+        if let Limits::Selected(selector) = &self.limits {
+            selector.observe(&observer);
+        }
         let in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         let wait_queues = self.wait_queues.with_tracker(in_flight.clone());
         Self {
@@ -123,8 +225,16 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`]. Call it [inside of a runtime](Self#runtimes).
-    pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.send(Check::take(key, &self.policies, cost))
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the store. A denial is [`Ok`](Self#denials).
+    pub fn take(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        self.decide(Check::take(key, &self.policies(&key), cost))
     }
 
     /// Takes `cost`, all or nothing, and once for each `id` of the caller: a repeated take under this
@@ -147,9 +257,71 @@ impl<S: Store> Limiter<S> {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take).
     #[doc(alias("idempotency", "Idempotency-Key"))]
-    pub fn take_with_id(&self, key: Key, cost: u32, id: impl AsRef<[u8]>) -> Answer<S::Future> {
-        self.send(Check::take(key, &self.policies, cost).with_id(id))
+    pub fn take_with_id(
+        &self,
+        key: Key,
+        cost: u32,
+        id: impl AsRef<[u8]>,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        self.decide(Check::take(key, &self.policies(&key), cost).with_id(id))
+    }
+
+    /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take).
+    pub fn up_to(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        self.decide(Check::up_to(key, &self.policies(&key), cost))
+    }
+
+    /// Takes `cost`, waiting up to `max` if necessary.
+    ///
+    /// Waiters for one key in this process are served in FIFO order. Under strategies that refill
+    /// gradually, waiters of different costs are served in the order in which the store has reserved
+    /// their turns.
+    /// The decision is a denial if the wait would exceed `max`, as soon as that is certain, or if
+    /// the [maximum](Self::max_waiting) number of waiters is reached. Store calls do not count
+    /// towards `max`: no caller is denied because of their duration while the cost is allowed, and
+    /// a denial may be returned two or three calls later.
+    ///
+    /// A task that waits for one unit after another takes at most one per round trip to the store. For a faster rate,
+    /// wait for several units, or from several tasks.
+    ///
+    /// Dropping the future ends the wait and takes nothing: a grant that arrives at that moment is
+    /// refunded by a separate task.
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take).
+    pub fn wait(
+        &self,
+        key: Key,
+        cost: u32,
+        max: Duration,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        let granted = self.grant_within(key, cost, max);
+        async move {
+            match granted.await {
+                Ok(Granted { decision, slot, .. }) => {
+                    // The decision does not show when the request ends, so the slot expires.
+                    if let Some(slot) = slot {
+                        slot.leave_counted();
+                    }
+                    Ok(decision)
+                }
+                Err(refusal) => refusal.into_answer(),
+            }
+        }
     }
 
     /// Takes `cost`, all or nothing, as a [`Reservation`]. Dropping the reservation refunds the
@@ -176,7 +348,7 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the other methods take a slot too, but do not release it: the slot
+    /// [`take`](Self::take) and [`wait`](Self::wait) take a slot too, but do not release it: the slot
     /// expires after its [time to live](crate::Policy::slot_ttl).
     ///
     /// Outside of a Tokio runtime, where only a [`LocalStore`](crate::LocalStore) works, slots are
@@ -189,90 +361,107 @@ impl<S: Store> Limiter<S> {
     ///
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide.
-    pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
-        // Restart the sender if its runtime has shut down: it will settle the reservation.
-        self.in_flight.ops().wake();
-        let since = instant();
-        let check = without_block(Check::take(key, &self.policies, cost));
-        // Before the check is sent: if this future is dropped before the reply, the slot is released.
-        let mut slot = self.in_flight.track(&check);
-        let answer = self.send(check).await;
-        if let Some(slot) = &mut slot {
-            slot.on_reply(answer.as_ref());
-        }
-        match answer {
-            Ok(decision) if decision.is_allowed() => {
-                let ops = self.in_flight.ops().clone();
-                Ok(Reservation::new(key, decision, cost, since, slot, ops))
-            }
-            Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
-            Err(error) => Err(ReserveError::Failed(error)),
-        }
+    pub fn reserve(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Reservation, ReserveError>> + Send + 'static {
+        let granted = self.grant(key, cost);
+        let ops = self.in_flight.ops().clone();
+        async move { Ok(granted.await?.into_reservation(ops)) }
     }
 
-    /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
-    pub fn up_to(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.send(Check::up_to(key, &self.policies, cost))
+    /// Takes `cost` as a [`Reservation`], like [`reserve`](Self::reserve), waiting up to `max` if necessary, as
+    /// [`wait`](Self::wait) does.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let jobs = Limiter::new(LocalStore::default(), Policy::in_flight("jobs", 1)?);
+    /// let user = Key::new("user-42");
+    ///
+    /// let first = jobs.reserve(user, 1).await?;
+    /// let second = jobs.reserve_within(user, 1, Duration::from_secs(30));
+    /// drop(first);
+    /// second.await?.keep();
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Dropping the future ends the wait and takes nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`reserve`](Self::reserve). A wait that would exceed `max` is [`ReserveError::Denied`].
+    pub fn reserve_within(
+        &self,
+        key: Key,
+        cost: u32,
+        max: Duration,
+    ) -> impl Future<Output = Result<Reservation, ReserveError>> + Send + 'static {
+        let granted = self.grant_within(key, cost, max);
+        let ops = self.in_flight.ops().clone();
+        async move { Ok(granted.await?.into_reservation(ops)) }
     }
 
-    fn send(&self, check: Check) -> Answer<S::Future> {
-        self.report_shared_count();
-        self.notifier.send(&self.store, check)
-    }
-
-    /// Reports, once, a policy with another quota in another limiter or layer.
-    #[inline]
-    fn report_shared_count(&self) {
-        self.notifier
-            .shared_count(|| self.store.backend().waiters(), &self.policies);
-    }
-
-    /// Decides whether `cost` would be allowed. See [`Check::peek`].
-    pub fn peek(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::peek(key, &self.policies, cost))
+    /// Decides whether `cost` would be allowed. See [`Check::peek`]. The observer does not receive the decision, since it
+    /// lets nothing pass.
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take).
+    pub fn peek(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        self.ask(Check::peek(key, &self.policies(&key), cost))
     }
 
     /// Charges `cost` even beyond the limit. See [`Check::charge`]. A policy of requests [in
     /// flight](crate::Policy::in_flight) counts requests, not costs. If there are other policies,
     /// it is skipped, also in the decision.
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the store.
     pub fn charge(
         &self,
         key: Key,
         cost: u32,
-    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
-        self.effect(Check::charge(key, self.of_costs(), cost))
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + 'static {
+        let answer = self.ask(Check::charge(key, of_costs(&self.policies(&key)), cost));
+        async { answer.await.map(Applied) }
     }
 
     /// Refunds `cost`. See [`Check::refund`]. A policy of requests in flight is skipped, as in a
     /// [charge](Self::charge).
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the store.
     pub fn refund(
         &self,
         key: Key,
         cost: u32,
-    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
-        self.effect(Check::refund(key, self.of_costs(), cost))
-    }
-
-    /// Returns the policies that count costs, or all policies if no policy does.
-    fn of_costs(&self) -> &Policies {
-        self.policies.without_in_flight().unwrap_or(&self.policies)
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + 'static {
+        let answer = self.ask(Check::refund(key, of_costs(&self.policies(&key)), cost));
+        async { answer.await.map(Applied) }
     }
 
     /// Resets the caller's counts. See [`Check::reset`].
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the store.
     pub fn reset(
         &self,
         key: Key,
-    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
-        self.effect(Check::reset(key, &self.policies))
-    }
-
-    /// Sends the check immediately, and returns a future of the result.
-    fn effect(
-        &self,
-        check: Check,
-    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
-        // Sent here, so that it is not lost if the future is dropped before its first poll.
-        let answer = self.store.check(check);
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + 'static {
+        let answer = self.ask(Check::reset(key, &self.policies(&key)));
         async { answer.await.map(Applied) }
     }
 
@@ -295,60 +484,206 @@ impl<S: Store> Limiter<S> {
     ///     Ok(())
     /// }
     /// ```
-    pub async fn flush(&self) -> bool {
-        flush(&self.store, Some(self.in_flight.ops())).await
+    pub fn flush(&self) -> impl Future<Output = bool> + Send + 'static {
+        let (store, ops) = (self.store.clone(), self.in_flight.ops().clone());
+        async move { flush(&store, Some(&ops)).await }
     }
 
-    /// Takes `cost`, waiting up to `max` if necessary.
-    ///
-    /// Waiters for one key in this process are served in FIFO order. Under strategies that refill
-    /// gradually, waiters of different costs are served in the order in which the store has reserved
-    /// their turns.
-    /// The decision is a denial if the wait would exceed `max`, as soon as that is certain, or if
-    /// the [maximum](Self::max_waiting) number of waiters is reached. Store calls do not count
-    /// towards `max`: no caller is denied because of their duration while the cost is allowed, and
-    /// a denial may be returned two or three calls later.
-    ///
-    /// A task that waits for one unit after another takes at most one per round trip to the store. For a faster rate,
-    /// wait for several units, or from several tasks.
-    ///
-    /// Dropping the future ends the wait and takes nothing: a grant that arrives at that moment is
-    /// refunded by a separate task.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the store.
-    pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
-        let deadline = instant().checked_add(max);
-        // Denied without a turn: other requests would wait behind it forever.
-        if self.policies.iter().any(|policy| policy.never_fits(cost)) {
-            return self.take(key, cost).await;
+    /// Returns the policies of this caller.
+    fn policies(&self, key: &Key) -> Cow<'_, Policies> {
+        match &self.limits {
+            Limits::Given(policies) => Cow::Borrowed(policies),
+            Limits::Selected(selector) => match selector.find(key, Some(key)) {
+                Some(policies) => policies,
+                None => Cow::Borrowed(Policies::exempt()),
+            },
+        }
+    }
+
+    /// Sends a take immediately, and reports its decision.
+    fn decide(
+        &self,
+        check: Check,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        self.report_shared_count();
+        let reported = self.reported(&check);
+        let answer = if reported.is_exempt {
+            Answer::ready(Ok(exempt_decision(&check)))
+        } else {
+            self.notifier.send(&self.store, check)
+        };
+        async move {
+            let answer = answer.await;
+            reported.answered(&answer);
+            answer
+        }
+    }
+
+    /// Sends a check immediately that lets nothing pass: only its failure is reported.
+    fn ask(
+        &self,
+        check: Check,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        let key = *check.key();
+        let notifier = self.notifier.clone();
+        let answer = if check.policies().is_exempt() {
+            Answer::ready(Ok(exempt_decision(&check)))
+        } else {
+            self.store.check(check)
+        };
+        async move {
+            let answer = answer.await;
+            if let Err(error) = &answer {
+                notifier.failed(&key, error);
+            }
+            answer
+        }
+    }
+
+    /// Takes a cost that is settled later.
+    fn grant(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Granted, NoPermit>> + Send + 'static {
+        // Restart the sender if its runtime has shut down: it will settle the reservation.
+        self.in_flight.ops().wake();
+        let since = instant();
+        let check = without_block(Check::take(key, &self.policies(&key), cost));
+        let is_exempt = check.policies().is_exempt();
+        // Before the check is sent: if this future is dropped before the reply, the slot is released.
+        let mut slot = self.in_flight.track(&check);
+        let answer = self.decide(check);
+        async move {
+            let answer = answer.await;
+            if let Some(slot) = &mut slot {
+                slot.on_reply(answer.as_ref());
+            }
+            let decision = answer.map_err(NoPermit::Failed)?;
+            if !decision.is_allowed() {
+                return Err(NoPermit::Denied(decision));
+            }
+            let charge = if is_exempt {
+                None
+            } else {
+                Some(Charge::new(key, decision.clone(), cost, since, instant()))
+            };
+            Ok(Granted {
+                decision,
+                charge,
+                slot,
+            })
+        }
+    }
+
+    /// Takes a cost in its turn.
+    fn grant_within(
+        &self,
+        key: Key,
+        cost: u32,
+        max: Duration,
+    ) -> impl Future<Output = Result<Granted, NoPermit>> + Send + 'static {
+        let policies = self.policies(&key);
+        // A cost that never fits is denied without a turn: other requests would wait behind it forever.
+        let needs_no_turn =
+            policies.is_exempt() || policies.iter().any(|policy| policy.never_fits(cost));
+        if needs_no_turn {
+            return Either::Left(self.grant(key, cost));
         }
         self.report_shared_count();
-        let take = Check::take(key, &self.policies, cost);
         // Waiting does not use leased blocks.
-        self.notifier.never_leased(&self.policies);
-        let permit = match self.wait_queues.join(&take, deadline, None) {
-            Ok(turn) => turn.await,
-            Err(refusal) => Err(refusal),
-        };
-        let Spent { decision, slot, .. } = match permit {
-            Ok(permit) => permit.spend(),
-            Err(refusal) => return refusal.into_answer(),
-        };
-        // The decision does not show when the request ends, so the slot expires.
-        if let Some(slot) = slot {
-            slot.leave_counted();
-        }
-        Ok(decision)
+        self.notifier.never_leased(&policies);
+        let take = Check::take(key, &policies, cost);
+        let reported = self.reported(&take);
+        let joined = self
+            .wait_queues
+            .join(&take, instant().checked_add(max), None);
+        Either::Right(async move {
+            let granted = match joined {
+                Ok(turn) => turn.await.map(Permit::spend),
+                Err(refusal) => Err(refusal),
+            };
+            reported.answered(&match &granted {
+                Ok(spent) => Ok(spent.decision.clone()),
+                Err(refusal) => refusal.clone().into_answer(),
+            });
+            let Spent {
+                decision,
+                charge,
+                slot,
+            } = granted?;
+            Ok(Granted {
+                decision,
+                charge: Some(charge),
+                slot,
+            })
+        })
     }
+
+    /// Notes the time of a check, if the observer needs it. Call it before the check is sent.
+    fn reported(&self, check: &Check) -> Reported {
+        Reported {
+            notifier: self.notifier.clone(),
+            key: *check.key(),
+            cost: check.cost(),
+            since: self.notifier.since(),
+            is_exempt: check.policies().is_exempt(),
+        }
+    }
+
+    /// Reports, once, a policy with another quota in another limiter or layer.
+    #[inline]
+    fn report_shared_count(&self) {
+        if let Limits::Selected(Selector::Fixed(policies)) = &self.limits {
+            self.notifier
+                .shared_count(|| self.store.backend().waiters(), policies);
+        }
+    }
+}
+
+impl Granted {
+    fn into_reservation(self, ops: OpQueue) -> Reservation {
+        Reservation::new(self.decision, self.charge, self.slot, ops)
+    }
+}
+
+impl Reported {
+    fn answered(&self, answer: &Result<Decision, StoreError>) {
+        let Self {
+            notifier,
+            key,
+            cost,
+            since,
+            is_exempt,
+        } = self;
+        if *is_exempt {
+            notifier.uncounted(UncountedReason::Exempt, true);
+        } else if notifier.is_notified(answer) {
+            notifier.answered(key, *cost, *since, answer, false);
+        }
+    }
+}
+
+/// Returns the policies that count costs, or all policies if no policy does.
+fn of_costs(policies: &Policies) -> &Policies {
+    policies.without_in_flight().unwrap_or(policies)
+}
+
+fn exempt_decision(check: &Check) -> Decision {
+    check.decided(Source::Other("exempt"), check.cost(), |_| {
+        Verdict::allowed()
+    })
 }
 
 impl<S: fmt::Debug> fmt::Debug for Limiter<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Limiter")
-            .field("store", &self.store)
-            .field("policies", &self.policies)
+        let mut limiter = f.debug_struct("Limiter");
+        limiter.field("store", &self.store);
+        match &self.limits {
+            Limits::Selected(selector) => limiter.field("policies", selector),
+            Limits::Given(policies) => limiter.field("policies", policies),
+        };
+        limiter
             .field("wait_queues", &self.wait_queues)
             .finish_non_exhaustive()
     }

@@ -62,6 +62,7 @@ mod observe {
 mod policies {
     mod local {
         mod cost;
+        mod limiter;
         #[cfg(feature = "axum")]
         mod paths;
         mod select;

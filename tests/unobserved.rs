@@ -80,7 +80,7 @@ async fn an_outage_is_logged_once() {
         &lines.take(),
         &[
             "WARN rate limit checks failed kind=\"unreachable\" error=the server cannot be reached: check",
-            "set `Fallback::share` if there are several kind=\"unreachable\"",
+            "set `FallbackBuilder::share` if there are several kind=\"unreachable\"",
         ],
     );
     primary.allow();

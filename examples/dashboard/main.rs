@@ -80,8 +80,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let store = match &redis {
             Some(redis) => {
                 let store = RedisStore::connect_lazy(redis.url())?;
-                Fallback::new(store, LocalStore::default())
+                Fallback::builder(store, LocalStore::default())
                     .share(INSTANCES)
+                    .build()
                     .into()
             }
             None => AnyStore::from(local.clone()),

@@ -129,6 +129,12 @@ impl Notifier {
         }
     }
 
+    /// Reports that the store failed a check that no request waits for.
+    #[cold]
+    pub(crate) fn failed(&self, key: &Key, error: &StoreError) {
+        or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(key), error));
+    }
+
     /// Reports a missing key if the server is at fault.
     pub(crate) fn missing(&self, missing: &MissingKey) {
         if missing.is_misconfigured() {

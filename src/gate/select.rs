@@ -14,7 +14,8 @@ use crate::observe::Observer;
 /// holds one of these, which can be replaced while the service runs. `None` limits nothing.
 ///
 /// `R` is what it reads: for HTTP the [`Parts`], which are the request without its body. For other services it is the
-/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for HTTP.
+/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). For a [`Limiter`](crate::Limiter) it is the [`Key`]
+/// of the caller. `Tiers` are for HTTP and for a `Limiter`, and `Routes` are for HTTP.
 ///
 /// ```
 /// use http::request::Parts;
@@ -44,7 +45,8 @@ use crate::observe::Observer;
     note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
     note = "several policies for each request, as in a `Vec` or an array: `Policies::new([..])?`",
     note = "a closure: `policies_fn(|request| ..)`, which is given `&http::request::Parts` and returns `Policies`, or an `Option` of them",
-    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
+    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`",
+    note = "a `Limiter`, which has no request: `Tiers`, or a closure of the key, as in `|key: &Key| ..`"
 )]
 pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// The policies of this request, which is counted by `key`. `None` exempts it: it passes uncounted, without header
@@ -163,6 +165,25 @@ impl<R, P: PolicySelector<R>> PolicySelector<R> for Option<P> {
 }
 
 impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+        (**self).policies(request, key)
+    }
+
+    fn fixed(&self) -> Option<Policies> {
+        (**self).fixed()
+    }
+
+    fn caller_without(&self, forms: KeyForms) -> Option<String> {
+        (**self).caller_without(forms)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        (**self).observe(observer);
+    }
+}
+
+/// For a selector that is chosen at startup, or whose type must be named.
+impl<R: 'static> PolicySelector<R> for Box<dyn PolicySelector<R>> {
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         (**self).policies(request, key)
     }

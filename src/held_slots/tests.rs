@@ -690,8 +690,9 @@ fn an_observer_may_drop_a_reservation() {
             .unwrap();
         runtime.block_on(async {
             let (primary, observer) = (MockStore::new(), Drops::default());
-            let store =
-                Fallback::new(primary.clone(), LocalStore::default()).failures(NonZeroU32::MAX);
+            let store = Fallback::builder(primary.clone(), LocalStore::default())
+                .failures(NonZeroU32::MAX)
+                .build();
             let limiter = Limiter::new(store, policies()).observer(observer.clone());
             let ann = Key::new("ann");
             let kept = limiter.reserve(ann, 1).await.unwrap();

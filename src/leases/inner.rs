@@ -52,12 +52,7 @@ const MAX_REPLY_TIME: Duration = Duration::from_secs(1);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 
 impl<S: Store> SharedLeases<S> {
-    pub(super) fn new(
-        store: S,
-        share: Share,
-        max_callers: NonZeroUsize,
-        observer: OnceLock<Arc<dyn Observer>>,
-    ) -> Arc<Self> {
+    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
         let deadline = store.backend().deadline().unwrap_or(MAX_REPLY_TIME);
         Arc::new(Self {
             store,
@@ -70,7 +65,7 @@ impl<S: Store> SharedLeases<S> {
                 |_| Mutex::default(),
             ),
             queue: OnceLock::new(),
-            observer,
+            observer: OnceLock::new(),
             awaited: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),

@@ -31,7 +31,7 @@ mod tests;
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use self::future::LeasedFuture;
@@ -68,7 +68,7 @@ use crate::store::{
 ///
 /// - **Strict.** A block is spent within 7/8 of the lease time after its request, and before its window ends. The page
 ///   [`leases`](crate::guide::leases) shows why this never exceeds the quota.
-/// - **Fair.** A block is at most half of an instance's equal part of the remaining quota; see [`share`](Self::share).
+/// - **Fair.** A block is at most half of an instance's equal part of the remaining quota; see [`share`](LeasedBuilder::share).
 ///   With little left, the shared store decides each check.
 /// - **Refunded.** The rest of a block is refunded within 50 ms after the block expires, when the last clone of the store is dropped,
 ///   and by [`shutdown`](Self::shutdown).
@@ -83,8 +83,7 @@ use crate::store::{
 ///   [`timeout`](crate::store::RedisStoreBuilder::timeout) of a [`RedisStore`](crate::RedisStore) or 1 s of another store.
 ///   Then the shared store decides it.
 ///
-/// Clones share the blocks. [`share`](Self::share) and [`max_callers`](Self::max_callers) return a store with separate blocks,
-/// so call them before the store is cloned.
+/// Clones share the blocks.
 ///
 /// # Runtimes
 ///
@@ -98,47 +97,78 @@ pub struct Leased<S: Store> {
     inner: Arc<SharedLeases<S>>,
 }
 
+/// Builds a [`Leased`] store, from [`Leased::builder`].
+///
+/// ```
+/// use tower_redis_ratelimit::{Fallback, Leased, LocalStore, RedisStore};
+///
+/// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1/")?, LocalStore::default());
+/// let store = Leased::builder(store).share(4).build();
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "call `build` to create the store"]
+pub struct LeasedBuilder<S> {
+    store: S,
+    share: Share,
+    max_callers: NonZeroUsize,
+    observer: Option<Arc<dyn Observer>>,
+}
+
+impl<S: Store> LeasedBuilder<S> {
+    /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
+    /// small a number, the end of a quota is only shared less fairly.
+    pub fn share(mut self, share: impl Into<Share>) -> Self {
+        self.share = share.into();
+        self
+    }
+
+    /// Sets the maximum number of callers with blocks. Defaults to 65,536. When no place is free, the
+    /// shared store decides a new caller's checks until another caller has not been busy for two lease times.
+    pub fn max_callers(mut self, max: NonZeroUsize) -> Self {
+        self.max_callers = max;
+        self
+    }
+
+    /// Sets the observer of blocks, and of the inner store unless that has one. Defaults to the
+    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
+    /// log of problems](Observer).
+    pub fn observer(mut self, observer: impl Observer) -> Self {
+        self.observer = Some(Arc::new(observer));
+        self
+    }
+
+    /// Creates the store, without blocks.
+    #[must_use]
+    pub fn build(self) -> Leased<S> {
+        let inner = SharedLeases::new(self.store, self.share, self.max_callers);
+        let store = Leased { inner };
+        if let Some(observer) = self.observer {
+            store.backend().observe(&observer);
+        }
+        store
+    }
+}
+
 impl<S: Store> Leased<S> {
     /// The default bound of callers with blocks.
     pub const DEFAULT_CALLERS: NonZeroUsize = NonZeroUsize::new(65_536).unwrap();
 
-    /// Creates a store that leases from `store`, which all instances share.
+    /// Creates a store that leases from `store`, which all instances share, with the default settings. For others, use the
+    /// [`builder`](Self::builder).
     pub fn new(store: S) -> Self {
-        let share = Share::Fixed(NonZeroU32::MIN);
-        let inner = SharedLeases::new(store, share, Self::DEFAULT_CALLERS, OnceLock::new());
-        Self { inner }
+        Self::builder(store).build()
     }
 
-    /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
-    /// small a number, the end of a quota is only shared less fairly. The blocks of earlier clones are not shared.
-    #[must_use]
-    pub fn share(self, share: impl Into<Share>) -> Self {
-        self.with(share.into(), self.inner.max_callers)
-    }
-
-    /// Sets the maximum number of callers with blocks. Defaults to 65,536. When no place is free, the
-    /// shared store decides a new caller's checks until another caller has not been busy for two lease times. The blocks of
-    /// earlier clones are not shared.
-    #[must_use]
-    pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        self.with(self.inner.share.clone(), max)
-    }
-
-    /// Builds a store around the same store, with other settings and no blocks.
-    fn with(&self, share: Share, max_callers: NonZeroUsize) -> Self {
-        let (store, observer) = (self.inner.store.clone(), self.inner.observer.clone());
-        let inner = SharedLeases::new(store, share, max_callers, observer);
-        Self { inner }
-    }
-
-    /// Sets the observer of blocks and of the inner store. An observer that is set is kept. Defaults to the
-    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
-    /// log of problems](Observer).
-    #[must_use]
-    pub fn observer(self, observer: impl Observer) -> Self {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.backend().observe(&observer);
-        self
+    /// Returns a builder of a store that leases from `store`, which all instances share.
+    pub fn builder(store: S) -> LeasedBuilder<S> {
+        LeasedBuilder {
+            store,
+            share: Share::Fixed(NonZeroU32::MIN),
+            max_callers: Self::DEFAULT_CALLERS,
+            observer: None,
+        }
     }
 
     /// Refunds the rest of all blocks, and stops charging them. Call it at the end of a process, before its runtime shuts

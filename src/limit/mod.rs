@@ -42,7 +42,6 @@ pub(crate) use decision::{MadeBy, Verdicts};
 pub(crate) use duration::micros;
 pub(crate) use key::IsKey;
 pub(crate) use key_forms::KeyForms;
-pub(crate) use policies::IsPolicies;
 pub(crate) use policy::{PolicyKind, is_name};
 #[cfg(test)]
 pub(crate) use span::examples as span_examples;

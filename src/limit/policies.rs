@@ -1,12 +1,12 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Index;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use smallvec::{SmallVec, smallvec};
 
-use super::Policy;
 use super::extensions::Extensions;
+use super::{Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more, with different names. All of them allow and charge the
@@ -162,6 +162,23 @@ impl Policies {
         self.as_slice().iter()
     }
 
+    /// The policies of callers that nothing limits, for a [`Limiter`](crate::Limiter), whose decisions need some. No store
+    /// counts by them.
+    pub(crate) fn exempt() -> &'static Self {
+        static EXEMPT: LazyLock<Policies> = LazyLock::new(|| {
+            let quota = Quota::per_second(u32::MAX);
+            #[allow(clippy::expect_used, reason = "a constant, which a test makes")]
+            let policy = Policy::new("exempt", Strategy::default(), quota).expect("a valid policy");
+            policy.into()
+        });
+        &EXEMPT
+    }
+
+    /// Returns `true` for [`exempt`](Self::exempt), and `false` for other policies of this name.
+    pub(crate) fn is_exempt(&self) -> bool {
+        Arc::ptr_eq(&self.0, &Self::exempt().0)
+    }
+
     /// Returns the policies that count requests [in flight](Policy::in_flight).
     #[inline]
     pub(crate) fn in_flight(&self) -> Option<&Self> {
@@ -216,20 +233,6 @@ fn whole_of(policies: &[Policy]) -> Option<Policies> {
     let whole = policies.iter().map(|policy| policy.whole().clone());
     Some(Policies::of(whole.collect()))
 }
-
-/// A [`Policy`](crate::Policy) or [`Policies`]: the policies of a [`Limiter`](crate::Limiter).
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` are no policies",
-    label = "not a `Policy` or `Policies`",
-    note = "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
-            `Limiter` with a clone of the store, which goes on counting",
-    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
-    note = "several policies, as in a `Vec` or an array: `Policies::new([..])?`"
-)]
-pub trait IsPolicies: Into<Policies> {}
-
-#[diagnostic::do_not_recommend]
-impl<T: Into<Policies>> IsPolicies for T {}
 
 impl From<Policy> for Policies {
     fn from(policy: Policy) -> Self {

@@ -12,7 +12,7 @@ use super::mistakes;
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 
-/// A layer received a decision.
+/// A layer or a [`Limiter`](crate::Limiter) received a decision.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Decided<'a> {
@@ -175,7 +175,7 @@ impl<'a> Suspected<'a> {
 pub struct Degraded<'a> {
     /// The last failure.
     pub error: &'a StoreError,
-    /// The number of instances that [share](crate::Fallback::share) each limit. With 1, each instance grants the whole limit.
+    /// The number of instances that [share](crate::store::FallbackBuilder::share) each limit. With 1, each instance grants the whole limit.
     pub share: NonZeroU32,
     /// Whether `share` counts [live instances](crate::store::Share::Alive), instead of being a constant.
     pub is_counted: bool,
@@ -195,7 +195,7 @@ impl<'a> Degraded<'a> {
     pub(super) fn hint(&self) -> &'static str {
         match (self.share, self.is_counted) {
             (NonZeroU32::MIN, false) => {
-                "; every instance grants the whole limit: set `Fallback::share` if there are several"
+                "; every instance grants the whole limit: set `FallbackBuilder::share` if there are several"
             }
             (NonZeroU32::MIN, true) => {
                 "; no other instance was found, so this one grants the whole limit"
@@ -212,7 +212,7 @@ impl<'a> Degraded<'a> {
 pub struct RuntimeLate {
     /// The sum of the runtime's delays while the check waited. The check waited for at most two deadlines and this time.
     pub by: Duration,
-    /// Whether no reply was read in the [graces](crate::Fallback::deadline) either, so that the fallback decides although the
+    /// Whether no reply was read in the [graces](crate::store::FallbackBuilder::deadline) either, so that the fallback decides although the
     /// primary store may be well. A check that shows a failure of the store is [reported](Failed) as such.
     pub gave_up: bool,
 }

@@ -31,12 +31,11 @@ pub use self::tracing::TracingObserver;
 /// of error, the number of requests without a key once a minute, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
 /// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
 ///
-/// Set the observer on each layer, since a layer reports its decisions to its own observer only. It also passes
-/// the observer to its store, such as a [`Fallback`](crate::Fallback) and both stores in it. A store
-/// keeps the first observer that it gets, either from [its
-/// builder](crate::store::RedisStoreBuilder::observer) or from a layer or [`Limiter`](crate::Limiter) over it. A
-/// `Limiter` returns its decisions to its caller and reports none of them: call
-/// `observer.decided(&Decided::new(&key, &decision, elapsed))` for these. A pair of observers is an observer.
+/// Set the observer on each layer and [`Limiter`](crate::Limiter), since these report their decisions to their own
+/// observers only. They also pass the observer to their store, such as a [`Fallback`](crate::Fallback) and both stores in
+/// it. A store keeps the first observer that it gets, either from [its
+/// builder](crate::store::RedisStoreBuilder::observer) or from a layer or `Limiter` over it. A pair of observers is an
+/// observer.
 ///
 /// Every method does nothing by default. Methods are called on the request path or on a task of the
 /// store, so they must not block. A panic in an event of a layer fails the request; a panic in an
@@ -58,7 +57,7 @@ pub use self::tracing::TracingObserver;
 /// }
 /// ```
 pub trait Observer: Send + Sync + 'static {
-    /// A layer received a decision.
+    /// A layer or a [`Limiter`](crate::Limiter) received a decision.
     fn decided(&self, event: &event::Decided<'_>) {
         let _ = event;
     }
@@ -70,7 +69,8 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// A layer did not count a request: it passed uncounted, or was rejected because it has no key.
+    /// A layer or a [`Limiter`](crate::Limiter) did not count a request: it passed uncounted, or was rejected because it has
+    /// no key.
     fn uncounted(&self, event: &event::Uncounted<'_>) {
         let _ = event;
     }
@@ -199,6 +199,10 @@ impl<A: Observer, B: Observer> Observer for (A, B) {
 }
 
 impl<O: Observer + ?Sized> Observer for Arc<O> {
+    forward!(self: (**self));
+}
+
+impl<O: Observer + ?Sized> Observer for Box<O> {
     forward!(self: (**self));
 }
 

@@ -1,13 +1,10 @@
 use std::fmt;
 
-use tokio::time::Instant;
-
 use super::{RequestCharges, Settlement};
 use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::held_slots::Slot;
-use crate::limit::{Charge, Decision, Key, RateLimited};
-use crate::util::instant;
+use crate::limit::{Charge, Decision, RateLimited};
 
 /// A cost that a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller.
 /// Dropping it refunds everything that was not [counted](Self::add).
@@ -54,19 +51,16 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    /// Creates a reservation of `cost`, granted by this decision on a check that was sent at `since`.
+    /// Creates a reservation of this charge. `None` for an exempt caller.
     pub(crate) fn new(
-        key: Key,
         decision: Decision,
-        cost: u32,
-        since: Instant,
+        charge: Option<Charge>,
         slot: Option<Slot>,
         ops: OpQueue,
     ) -> Self {
-        let charge = Charge::new(key, decision.clone(), cost, since, instant());
         Self {
             decision,
-            charges: RequestCharges::new(ops, Some(charge), slot),
+            charges: RequestCharges::new(ops, charge, slot),
         }
     }
 

@@ -11,8 +11,9 @@ use pin_project_lite::pin_project;
 use super::config::{set_address_map, set_tls};
 use super::redis::wrong_url;
 use super::{
-    Answer, Backend, Fallback, FallbackFuture, Instances, LocalStore, RedisFuture, RedisStore,
-    RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
+    Answer, Backend, BoxStore, BoxStoreFuture, Fallback, FallbackFuture, Health, Instances,
+    LocalStore, RedisFuture, RedisStore, RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig,
+    StoreKind, Withdraw,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Decision};
@@ -38,12 +39,12 @@ use crate::observe::Observer;
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store: AnyStore = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_millis(50)).into();
+/// let store: AnyStore = Fallback::builder(redis, LocalStore::default()).deadline(Duration::from_millis(50)).build().into();
 /// # let _ = store;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// It adds no allocation to a check. Clones share the counts.
+/// It adds no allocation to a check, except for a store of your own. Clones share the counts.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum AnyStore {
@@ -53,6 +54,8 @@ pub enum AnyStore {
     Redis(RedisStore),
     /// In this process.
     Local(LocalStore),
+    /// In a store outside of this crate.
+    Own(BoxStore),
 }
 
 impl AnyStore {
@@ -132,7 +135,7 @@ impl AnyStore {
     /// config.share = ShareConfig::Alive;
     /// let store = AnyStore::from_config(&config)?;
     /// let instances = store.instances();
-    /// let store = Leased::new(store).share(instances);
+    /// let store = Leased::builder(store).share(instances).build();
     /// # let _ = store;
     /// # Ok(())
     /// # }
@@ -140,7 +143,7 @@ impl AnyStore {
     pub fn instances(&self) -> Instances {
         match self {
             Self::Fallback(store) => store.instances(),
-            Self::Redis(_) | Self::Local(_) => Instances::new(|| NonZeroU32::MIN),
+            Self::Redis(_) | Self::Local(_) | Self::Own(_) => Instances::new(|| NonZeroU32::MIN),
         }
     }
 }
@@ -183,10 +186,11 @@ pub(super) fn fallback(
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
         ShareConfig::Alive => Share::Alive(redis.announce()?),
     };
-    Ok(Fallback::new(redis, local(config))
+    Ok(Fallback::builder(redis, local(config))
         .deadline(config.deadline)
         .failures(config.failures)
-        .share(share))
+        .share(share)
+        .build())
 }
 
 pub(super) fn local(config: &StoreConfig) -> LocalStore {
@@ -211,6 +215,12 @@ impl From<LocalStore> for AnyStore {
     }
 }
 
+impl From<BoxStore> for AnyStore {
+    fn from(store: BoxStore) -> Self {
+        Self::Own(store)
+    }
+}
+
 impl Store for AnyStore {
     type Future = AnyStoreFuture;
 
@@ -219,6 +229,7 @@ impl Store for AnyStore {
             Self::Fallback(store) => wrap(store.check(check), |future| State::Fallback { future }),
             Self::Redis(store) => wrap(store.check(check), |future| State::Redis { future }),
             Self::Local(store) => wrap(store.check(check), |future| State::Local { future }),
+            Self::Own(store) => wrap(store.check(check), |future| State::Own { future }),
         }
     }
 
@@ -227,6 +238,16 @@ impl Store for AnyStore {
             Self::Fallback(store) => store.backend().withdrawing(self),
             Self::Redis(store) => store.backend().withdrawing(self),
             Self::Local(store) => store.backend().withdrawing(self),
+            Self::Own(store) => store.backend().withdrawing(self),
+        }
+    }
+
+    fn health(&self) -> Health {
+        match self {
+            Self::Fallback(store) => store.health(),
+            Self::Redis(store) => store.health(),
+            Self::Local(store) => store.health(),
+            Self::Own(store) => store.health(),
         }
     }
 }
@@ -239,6 +260,7 @@ impl Withdraw<AnyStoreFuture> for AnyStore {
             }
             (Self::Redis(store), StateProj::Redis { future }) => store.backend().withdraw(future),
             (Self::Local(store), StateProj::Local { future }) => store.backend().withdraw(future),
+            (Self::Own(store), StateProj::Own { future }) => store.backend().withdraw(future),
             // The future belongs to another store.
             _ => false,
         }
@@ -281,6 +303,10 @@ pin_project! {
             #[pin]
             future: <LocalStore as Store>::Future,
         },
+        Own {
+            #[pin]
+            future: BoxStoreFuture,
+        },
     }
 }
 
@@ -292,6 +318,7 @@ impl Future for AnyStoreFuture {
             StateProj::Fallback { future } => future.poll(cx),
             StateProj::Redis { future } => future.poll(cx),
             StateProj::Local { future } => future.poll(cx),
+            StateProj::Own { future } => future.poll(cx),
         }
     }
 }
@@ -347,7 +374,8 @@ mod tests {
     async fn it_has_the_identity_of_its_store() {
         let (redis, local) = (redis(), LocalStore::default());
         let fallback = Fallback::new(redis.clone(), local.clone());
-        for store in [redis.clone().into(), AnyStore::from(fallback)] {
+        let own = BoxStore::new(Arc::new(redis.clone()));
+        for store in [redis.clone().into(), AnyStore::from(fallback), own.into()] {
             assert_eq!(store.backend().waiters(), redis.backend().waiters());
         }
         assert_eq!(
@@ -367,6 +395,7 @@ mod tests {
         for store in [
             AnyStore::from(redis()),
             Fallback::new(redis(), LocalStore::default()).into(),
+            BoxStore::new(Arc::new(redis())).into(),
         ] {
             let Answer::Pending { future } =
                 store.check(Check::take(Key::new("ann"), &policies, 1))

@@ -274,7 +274,7 @@ mod tests {
     use super::*;
     use crate::leases::Leased;
     use crate::limit::{Check, Policies, Policy, Quota, Source, Strategy, Verdict};
-    use crate::store::{Answer, Store, StoreError};
+    use crate::store::{Answer, AnyStore, BoxStore, Store, StoreError};
     use crate::util::lock;
 
     /// Has every hook.
@@ -364,6 +364,10 @@ mod tests {
         keeps_hooks(hooked.backend(), &hooked);
         keeps_hooks(hooked.backend().of_other_future::<u32>(), &hooked);
         keeps_hooks(Leased::new(hooked.clone()).backend(), &hooked);
+        keeps_hooks(Arc::new(hooked.clone()).backend(), &hooked);
+        let boxed = BoxStore::new(hooked.clone());
+        keeps_hooks(boxed.backend(), &hooked);
+        keeps_hooks(AnyStore::from(boxed).backend(), &hooked);
     }
 
     #[test]

@@ -41,7 +41,7 @@ impl Instances {
     /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
     /// let instances = redis.announce()?.at_least(2);
     /// assert_eq!(instances.alive().get(), 2);
-    /// let store = Fallback::new(redis, LocalStore::default()).share(instances);
+    /// let store = Fallback::builder(redis, LocalStore::default()).share(instances).build();
     /// # let _ = store;
     /// # Ok(())
     /// # }

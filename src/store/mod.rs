@@ -2,10 +2,11 @@
 //!
 //! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one per process. [`Fallback`]
 //! combines two stores: the second decides while the first cannot. [`AnyStore`] is any of these,
-//! chosen by its settings.
+//! chosen by its settings, and [`BoxStore`] is any store at all.
 
 mod any;
 mod backend;
+mod boxed;
 mod config;
 mod debt;
 #[cfg(test)]
@@ -32,8 +33,9 @@ pub use self::redis::{
 pub use crate::error::{ErrorKind, StoreError};
 pub use any::{AnyStore, AnyStoreFuture};
 pub use backend::Backend;
+pub use boxed::{BoxStore, BoxStoreFuture};
 pub use config::{ShareConfig, StoreConfig, StoreKind};
-pub use fallback::{Fallback, FallbackFuture, Share};
+pub use fallback::{Fallback, FallbackBuilder, FallbackFuture, Share};
 pub use health::Health;
 pub use instances::Instances;
 pub use local::LocalStore;
@@ -102,7 +104,7 @@ use crate::observe::Observer;
     label = "not a `Store`",
     note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these",
     note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`",
-    note = "a store in an `Arc`: pass a clone of the store itself, which shares its counts"
+    note = "a store that is chosen at run time: `BoxStore::new(store)`, instead of an `Arc<dyn Store>`"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// The future of a reply that is not ready immediately.
@@ -180,6 +182,26 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// ```
     fn flush(&self) -> impl Future<Output = bool> + Send {
         flush(self, None)
+    }
+}
+
+impl<S: Store> Store for Arc<S> {
+    type Future = S::Future;
+
+    fn check(&self, check: Check) -> Answer<S::Future> {
+        (**self).check(check)
+    }
+
+    fn backend(&self) -> Backend<'_, S::Future> {
+        (**self).backend()
+    }
+
+    fn health(&self) -> Health {
+        (**self).health()
+    }
+
+    fn flush(&self) -> impl Future<Output = bool> + Send {
+        (**self).flush()
     }
 }
 

@@ -59,8 +59,9 @@ use self::task::QueueTask;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::held_slots::InFlightTracker;
-use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
+use crate::limit::{Check, Decision, Key, Policies, RateLimited, Source, Verdict};
 use crate::observe::Observer;
+use crate::settle::ReserveError;
 use crate::store::{Store, Waiters, op_queue};
 use crate::util::{instant, lock};
 
@@ -170,6 +171,15 @@ impl NoPermit {
 
     fn no_runtime() -> Self {
         Self::Failed(StoreError::new(ErrorKind::NoRuntime).check_only())
+    }
+}
+
+impl From<NoPermit> for ReserveError {
+    fn from(refusal: NoPermit) -> Self {
+        match refusal {
+            NoPermit::Denied(decision) => Self::Denied(RateLimited::new(decision)),
+            NoPermit::Failed(error) => Self::Failed(error),
+        }
     }
 }
 

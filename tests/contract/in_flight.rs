@@ -37,8 +37,12 @@ async fn fallback() {
         .connect()
         .await
         .unwrap();
-    counts_requests(Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60)))
-        .await;
+    counts_requests(
+        Fallback::builder(redis, LocalStore::default())
+            .deadline(Duration::from_secs(60))
+            .build(),
+    )
+    .await;
 }
 
 #[tokio::test]

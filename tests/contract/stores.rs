@@ -33,7 +33,9 @@ async fn redis() {
 async fn fallback() {
     let server = RedisServer::start();
     let redis = RedisStore::connect(server.url()).await.unwrap();
-    let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
+    let store = Fallback::builder(redis, LocalStore::default())
+        .deadline(Duration::from_secs(60))
+        .build();
     keeps_the_contract(store, Source::Redis).await;
 }
 
@@ -41,8 +43,11 @@ async fn fallback() {
 async fn leased() {
     let server = RedisServer::start();
     let redis = RedisStore::connect(server.url()).await.unwrap();
-    let store =
-        Leased::new(Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60)));
+    let store = Leased::new(
+        Fallback::builder(redis, LocalStore::default())
+            .deadline(Duration::from_secs(60))
+            .build(),
+    );
     // With a small limit, busy callers lease single units only.
     keeps_the_contract_under(store, Source::Redis, |strategy| {
         leased_policy(strategy, 10, Duration::from_secs(60))
@@ -85,7 +90,9 @@ async fn remote() {
 #[tokio::test]
 async fn fallback_over_remote() {
     let remote = Remote::new(Table::default());
-    let store = Fallback::new(remote, LocalStore::default()).deadline(Duration::from_secs(60));
+    let store = Fallback::builder(remote, LocalStore::default())
+        .deadline(Duration::from_secs(60))
+        .build();
     keeps_the_contract(store, Source::Other("remote")).await;
 }
 

@@ -10,7 +10,8 @@ use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{
-    AnyStore, ErrorKind, Share, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
+    AnyStore, ErrorKind, FallbackBuilder, Share, ShareConfig, Store, StoreConfig, StoreError,
+    StoreKind,
 };
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
 
@@ -50,19 +51,21 @@ impl Observer for Notes {
     }
 }
 
-fn fallback(url: String, notes: &Notes) -> Fallback<RedisStore, LocalStore> {
+fn fallback(url: String, notes: &Notes) -> FallbackBuilder<RedisStore, LocalStore> {
     let redis = RedisStore::builder(url)
         .timeout(Duration::from_secs(5))
         .connect_lazy()
         .unwrap();
-    Fallback::new(redis, LocalStore::default()).observer(notes.clone())
+    Fallback::builder(redis, LocalStore::default()).observer(notes.clone())
 }
 
 #[tokio::test]
 async fn it_degrades_and_recovers_with_redis() {
     let mut server = RedisServer::start();
     let notes = Notes::default();
-    let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
+    let store = fallback(server.url(), &notes)
+        .deadline(Duration::from_secs(5))
+        .build();
     assert_eq!(
         store.check(check("ann", "10/h")).await.unwrap().source(),
         Source::Redis
@@ -107,7 +110,9 @@ async fn it_degrades_and_recovers_with_redis() {
 fn checks_outside_runtimes_do_not_degrade_others() {
     let server = RedisServer::start();
     let notes = Notes::default();
-    let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
+    let store = fallback(server.url(), &notes)
+        .deadline(Duration::from_secs(5))
+        .build();
     for count in 1..=5 {
         let decision = store
             .check(check("ann", "10/h"))
@@ -150,7 +155,7 @@ fn checks_outside_runtimes_do_not_degrade_others() {
 #[tokio::test]
 async fn it_starts_while_redis_is_down() {
     let notes = Notes::default();
-    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
+    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes).build();
     let decisions = join_all((0..20).map(|_| store.check(check("ann", "10/h")))).await;
     let allowed = decisions
         .iter()
@@ -165,7 +170,9 @@ async fn a_frozen_redis_is_not_waited_for() {
     let server = RedisServer::start();
     let notes = Notes::default();
     // Long enough for a busy machine, unless Redis is frozen.
-    let store = fallback(server.url(), &notes).deadline(Duration::from_secs(1));
+    let store = fallback(server.url(), &notes)
+        .deadline(Duration::from_secs(1))
+        .build();
     let policies = policy(Strategy::Gcra, "100/d");
     let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
     assert_eq!(take().await.unwrap().source(), Source::Redis);
@@ -195,7 +202,7 @@ async fn a_frozen_redis_is_not_waited_for() {
 #[tokio::test]
 async fn a_dropped_store_stops_its_probes() {
     let notes = Notes::default();
-    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
+    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes).build();
     for _ in 0..3 {
         let _ = store.check(check("ann", "10/h")).await.unwrap();
     }
@@ -215,7 +222,7 @@ async fn a_dropped_store_stops_its_probes() {
 fn it_recovers_on_another_runtime() {
     let mut server = RedisServer::start();
     let notes = Notes::default();
-    let store = fallback(server.url(), &notes);
+    let store = fallback(server.url(), &notes).build();
     let runtime = || {
         tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -247,7 +254,7 @@ async fn instances_share_and_reconcile_the_rest() {
             let store = fallback(server.url(), &notes)
                 .deadline(Duration::from_secs(2))
                 .share(Share::Fixed(NonZeroU32::new(4).unwrap()));
-            store.failures(NonZeroU32::MIN)
+            store.failures(NonZeroU32::MIN).build()
         };
         let instances = [instance(), instance(), instance(), instance()];
         let policies = policy(strategy, "100/100d");
@@ -308,8 +315,10 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
         .batch(one)
         .timeout(Duration::from_secs(20));
     let redis = redis.connect().await.unwrap();
-    let store = Fallback::new(redis.clone(), LocalStore::default()).observer(notes.clone());
-    let store = store.deadline(Duration::from_millis(300));
+    let store = Fallback::builder(redis.clone(), LocalStore::default())
+        .observer(notes.clone())
+        .deadline(Duration::from_millis(300))
+        .build();
     let policies = policy(Strategy::Gcra, "100/100d");
     server.freeze();
     for decision in
@@ -357,8 +366,9 @@ async fn live_instances_are_counted() {
     })
     .await;
 
-    let store = Fallback::new(stores[0].clone(), LocalStore::default())
-        .share(Share::Alive(announced[0].clone()));
+    let store = Fallback::builder(stores[0].clone(), LocalStore::default())
+        .share(Share::Alive(announced[0].clone()))
+        .build();
     server.kill();
     let policies = policy(
         Strategy::FixedWindow(tower_redis_ratelimit::strategy::Align::FirstHit),
@@ -430,9 +440,10 @@ async fn an_outage_reports_whether_instances_are_counted() {
         (Share::from(instances().at_least(2)), (2, true)),
     ] {
         let shares = Shares::default();
-        let store = Fallback::new(redis.clone(), LocalStore::default())
+        let store = Fallback::builder(redis.clone(), LocalStore::default())
             .share(share)
-            .observer(shares.clone());
+            .observer(shares.clone())
+            .build();
         until("the outage is reported", async || {
             let peek = Check::peek(Key::GLOBAL, &policy(Strategy::Gcra, "1/s"), 1);
             let _ = store.check(peek).await.unwrap();
@@ -498,7 +509,9 @@ async fn instances_of_a_later_clock_are_forgotten() {
 async fn cached_denials_do_not_hide_an_outage() {
     let server = RedisServer::start();
     let notes = Notes::default();
-    let store = fallback(server.url(), &notes).deadline(Duration::from_millis(200));
+    let store = fallback(server.url(), &notes)
+        .deadline(Duration::from_millis(200))
+        .build();
     let policies = policy(Strategy::Gcra, "1/100d");
     let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
     let mut denied_at = Instant::now();
@@ -536,7 +549,9 @@ async fn a_refused_policy_does_not_degrade_others() {
         RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);
     let notes = Notes::default();
     let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
-    let store = fallback(url, &notes).deadline(Duration::from_secs(5));
+    let store = fallback(url, &notes)
+        .deadline(Duration::from_secs(5))
+        .build();
     let (log, gcra) = (
         policy(Strategy::SlidingLog, "1000/100d"),
         policy(Strategy::Gcra, "1000/100d"),
@@ -662,7 +677,9 @@ async fn grants_redis_cannot_write_are_reconciled() {
     for (refuse, kind, mend) in REFUSALS {
         let server = RedisServer::start();
         let notes = Notes::default();
-        let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
+        let store = fallback(server.url(), &notes)
+            .deadline(Duration::from_secs(5))
+            .build();
         let policies = policy(Strategy::Gcra, "100/100d");
         let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
         assert_eq!(take().await.unwrap().source(), Source::Redis);

@@ -64,10 +64,11 @@ pub async fn run(count: u32, per_second: u32, stopped: Duration, deadline: Durat
                 .timeout(deadline * 5 / 2)
                 .connect_lazy()
                 .unwrap();
-            Fallback::new(redis, LocalStore::default())
+            Fallback::builder(redis, LocalStore::default())
                 .deadline(deadline)
                 .share(share.clone())
                 .observer(Notes(Arc::clone(&sums)))
+                .build()
         })
         .collect();
     let is_over = Arc::new(AtomicBool::new(false));

@@ -530,11 +530,12 @@ pub async fn cycles(count: usize) {
     let proxy = Proxy::start(server.port(), Mode::Pass);
     let admin = server.connection().await;
     let local = LocalStore::default();
-    let store = Fallback::new(
+    let store = Fallback::builder(
         RedisStore::connect_lazy(proxy.url()).unwrap(),
         local.clone(),
     )
-    .deadline(DEADLINE);
+    .deadline(DEADLINE)
+    .build();
     let metrics = tokio::runtime::Handle::current().metrics();
     let ask = async || {
         let checks = (0..CALLERS.len()).map(|caller| store.check(crate::load::take(caller, false)));

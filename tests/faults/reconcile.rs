@@ -37,7 +37,9 @@ pub async fn run(away: Duration, others: usize) -> Row {
     let proxy = Proxy::start(server.port(), Mode::Refuse);
     let instance = || {
         let redis = RedisStore::connect_lazy(proxy.url()).unwrap();
-        Fallback::new(redis, LocalStore::default()).share(Share::Fixed(NonZeroU32::new(2).unwrap()))
+        Fallback::builder(redis, LocalStore::default())
+            .share(Share::Fixed(NonZeroU32::new(2).unwrap()))
+            .build()
     };
     let instances: [Instance; 2] = [instance(), instance()];
     let limit = policy(Strategy::Gcra, &format!("{LIMIT}/100d"));

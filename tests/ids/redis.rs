@@ -257,8 +257,10 @@ async fn concurrent_retries_settle_once() {
 async fn an_outage_charges_an_id_once_more() {
     let mut server = RedisServer::start();
     let [here, there] = [(); 2].map(|()| {
-        let fallback = Fallback::new(store(&server), LocalStore::default());
-        layer(fallback.deadline(Duration::from_secs(20))).layer(service_fn(hello))
+        let fallback = Fallback::builder(store(&server), LocalStore::default())
+            .deadline(Duration::from_secs(20))
+            .build();
+        layer(fallback).layer(service_fn(hello))
     });
     for (service, id, left) in [(&here, "one", 90), (&there, "two", 80)] {
         let first = send(service, Some(id)).await;

@@ -237,8 +237,11 @@ async fn an_outage_grants_no_extra_quota() {
 
     let mut server = RedisServer::start();
     let share = Share::Fixed(NonZeroU32::new(2).unwrap());
-    let limiter =
-        limiter(Fallback::new(patient(&server.url()), LocalStore::default()).share(share));
+    let limiter = limiter(
+        Fallback::builder(patient(&server.url()), LocalStore::default())
+            .share(share)
+            .build(),
+    );
     let mut held = vec![];
     for _ in 0..7 {
         held.push(limiter.reserve(ann(), 1).await.unwrap());

@@ -62,11 +62,12 @@ impl Drop for Instance {
 }
 
 fn fallback(server: &RedisServer) -> Fallback<RedisStore, LocalStore> {
-    Fallback::new(
+    Fallback::builder(
         RedisStore::connect_lazy(server.url()).unwrap(),
         LocalStore::default(),
     )
     .deadline(Duration::from_secs(5))
+    .build()
 }
 
 #[tokio::test]

@@ -29,8 +29,12 @@ pub(crate) async fn instance(url: &str, of: u32) -> Instance {
         .connect()
         .await
         .unwrap();
-    let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
-    Leased::new(store).share(Share::Fixed(NonZeroU32::new(of).unwrap()))
+    let store = Fallback::builder(redis, LocalStore::default())
+        .deadline(Duration::from_secs(60))
+        .build();
+    Leased::builder(store)
+        .share(Share::Fixed(NonZeroU32::new(of).unwrap()))
+        .build()
 }
 
 async fn take(store: &impl Store, key: Key, policies: &Policies) -> Decision {
@@ -162,9 +166,10 @@ async fn short_pauses_lose_nothing() {
             .connect()
             .await
             .unwrap();
-        let fallback =
-            Fallback::new(redis.clone(), LocalStore::default()).deadline(Duration::from_millis(50));
-        let store = Leased::new(fallback).observer(lost.clone());
+        let fallback = Fallback::builder(redis.clone(), LocalStore::default())
+            .deadline(Duration::from_millis(50))
+            .build();
+        let store = Leased::builder(fallback).observer(lost.clone()).build();
         let policies = leased(strategy, LIMIT, Duration::from_millis(100));
         let mut ticks = tokio::time::interval(Duration::from_millis(2));
         let (mut checks, mut by_source) = (vec![], HashMap::new());

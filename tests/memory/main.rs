@@ -170,7 +170,7 @@ fn a_leased_caller_takes_800_bytes() {
     for caller in 0..CALLERS {
         let _ = local.check(take(caller)).now_or_never().unwrap().unwrap();
     }
-    let (store, mut from_memory) = (Leased::new(local).max_callers(MOST), 0);
+    let (store, mut from_memory) = (Leased::builder(local).max_callers(MOST).build(), 0);
     let blocks = measure(|| {
         runtime.block_on(async {
             for caller in 0..CALLERS {

@@ -80,7 +80,7 @@ fn outages_and_misconfigurations_appear_once() {
     for part in [
         "enforcing rate limits locally: the server cannot be reached: check the URL",
         "enable the feature `axum`",
-        "; every instance grants the whole limit: set `Fallback::share` if there are several\n",
+        "; every instance grants the whole limit: set `FallbackBuilder::share` if there are several\n",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };
         assert_eq!(printed.matches(part).count(), times, "{part}: {printed}");

@@ -247,8 +247,9 @@ async fn every_layer_sees_what_another_gives_back() {
     let both = Policies::new([attempts(1), quota()]).unwrap();
     let redis = store(&server, 2);
     let patient = |store| {
-        let store = Fallback::new(store, LocalStore::default());
-        store.deadline(Duration::from_secs(20))
+        Fallback::builder(store, LocalStore::default())
+            .deadline(Duration::from_secs(20))
+            .build()
     };
     let two_layers = only_failures(redis.clone(), attempts(1))
         .layer(RateLimitLayer::new(redis.clone(), user(), in_flight("x", 1)).until_body_end());

@@ -255,8 +255,9 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
     for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {
         let mut server = RedisServer::start();
         // A late reply of a busy machine would reserve twice.
-        let store =
-            Fallback::new(patient(&server), LocalStore::default()).deadline(Duration::from_secs(1));
+        let store = Fallback::builder(patient(&server), LocalStore::default())
+            .deadline(Duration::from_secs(1))
+            .build();
         let limiter = Limiter::new(store.clone(), policy(WINDOW, "10000/d"));
         let held = reserve(&limiter).await;
         if hangs {

@@ -223,7 +223,9 @@ pub fn keeps_the_limit(
             limit: LIMIT,
         };
         let late = Late::default();
-        let store = Fallback::new(redis(), LocalStore::default()).observer(late.clone());
+        let store = Fallback::builder(redis(), LocalStore::default())
+            .observer(late.clone())
+            .build();
         let mut seen = busy.run(store, || thread::sleep(Duration::from_secs(4)));
         seen.late = late.longest();
         seen

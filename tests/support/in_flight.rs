@@ -205,9 +205,10 @@ pub async fn work() {
         let share = Share::Fixed(NonZeroU32::new(PROCESSES as u32).unwrap());
         let redis = RedisStore::connect_lazy(store.as_str()).unwrap();
         run(limiter(
-            Fallback::new(redis, LocalStore::default())
+            Fallback::builder(redis, LocalStore::default())
                 .deadline(DEADLINE)
-                .share(share),
+                .share(share)
+                .build(),
         ))
         .await;
     } else {

@@ -188,13 +188,15 @@ impl Instance {
             .connections(connections)
             .connect_lazy()
             .unwrap();
-        let store = Fallback::new(redis, LocalStore::default())
+        let store = Fallback::builder(redis, LocalStore::default())
             .deadline(DEADLINE)
             .share(share.clone())
-            .observer(notes.clone());
-        let leased = Leased::new(store.clone())
+            .observer(notes.clone())
+            .build();
+        let leased = Leased::builder(store.clone())
             .share(share)
-            .observer(notes.clone());
+            .observer(notes.clone())
+            .build();
         Self {
             store,
             leased,

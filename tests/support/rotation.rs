@@ -101,7 +101,9 @@ impl Rotation {
             .connect()
             .await
             .unwrap();
-        let store = Fallback::new(redis, LocalStore::default()).deadline(PATIENT);
+        let store = Fallback::builder(redis, LocalStore::default())
+            .deadline(PATIENT)
+            .build();
         let ends = Arc::new(AtomicBool::new(false));
         let other = {
             let (store, ends) = (store.clone(), Arc::clone(&ends));

@@ -44,7 +44,9 @@ async fn redis_decides_within_a_long_round_trip() {
         let redis = builder.timeout(DEADLINE * 3 / 2);
         let redis = redis.connect_timeout(20 * DEADLINE);
         let redis = redis.connect_lazy().unwrap();
-        let store = Fallback::new(redis, LocalStore::default()).deadline(DEADLINE);
+        let store = Fallback::builder(redis, LocalStore::default())
+            .deadline(DEADLINE)
+            .build();
         let source = async || {
             let decision = store.check(check("ann", "10000/s")).await;
             decision.unwrap().source()
@@ -78,10 +80,11 @@ async fn a_deadline_below_the_round_trip_is_named() {
     let server = TlsServer::start(&ca, "127.0.0.1");
     for builder in stores(&ca, &server, Duration::from_millis(120)).await {
         let texts = Texts::default();
-        let store = Fallback::new(builder.connect_lazy().unwrap(), LocalStore::default())
+        let store = Fallback::builder(builder.connect_lazy().unwrap(), LocalStore::default())
             .deadline(Duration::from_millis(60))
             .failures(NonZeroU32::MAX)
-            .observer(texts.clone());
+            .observer(texts.clone())
+            .build();
         until("it is connected, and the deadline named", async || {
             let decision = store.check(check("ann", "10000/s")).await;
             assert_eq!(decision.unwrap().source(), Source::Local);

@@ -144,7 +144,9 @@ async fn a_far_master_is_found() {
     // Above the two round trips of a script's first call: after a timeout, each connection is pinged.
     let redis = RedisStore::builder(url(&[sentinel])).timeout(ROUND_TRIP * 3);
     let redis = redis.connect_timeout(PATIENT).connect_lazy().unwrap();
-    let store = Fallback::new(redis, LocalStore::default()).deadline(ROUND_TRIP * 5 / 4);
+    let store = Fallback::builder(redis, LocalStore::default())
+        .deadline(ROUND_TRIP * 5 / 4)
+        .build();
     let source = async || {
         let decision = store.check(check("ann", "10000/s")).await;
         decision.unwrap().source()

@@ -34,9 +34,9 @@ impl Peer for WithFallback {
         let instances = NonZeroU32::new(setup.instances).unwrap();
         // The store's own timeout is longer, as it is by default.
         let redis = redis(setup, setup.deadline * 5 / 2);
-        let store = Fallback::new(redis, LocalStore::default())
+        let store = Fallback::builder(redis, LocalStore::default())
             .deadline(setup.deadline)
-            .share(Share::Fixed(instances));
+            .share(Share::Fixed(instances)).build();
         Layered(service(store, header(), setup), by_header)
     }
 }

@@ -388,8 +388,9 @@ async fn outages_spend_blocks_and_charge_none() {
             )
         }
     });
-    let store = Leased::new(Fallback::new(redis.clone(), local.clone()))
-        .share(Share::Fixed(NonZeroU32::MIN));
+    let store = Leased::builder(Fallback::new(redis.clone(), local.clone()))
+        .share(Share::Fixed(NonZeroU32::MIN))
+        .build();
     for _ in 0..60 {
         let _ = take(&store, &policies).await;
         sleep(Duration::from_millis(1)).await;
@@ -425,7 +426,9 @@ async fn a_limiter_spends_blocks() {
 #[tokio::test(start_paused = true)]
 async fn blocks_leave_enough_for_other_instances() {
     let (local, policies) = (LocalStore::default(), log());
-    let store = Leased::new(local.clone()).share(Share::Fixed(NonZeroU32::new(4).unwrap()));
+    let store = Leased::builder(local.clone())
+        .share(Share::Fixed(NonZeroU32::new(4).unwrap()))
+        .build();
     for (count, cost) in [(10, 900), (400, 1), (1, 1)] {
         for _ in 0..count {
             let before = left(&local, &policies).await;
@@ -712,10 +715,11 @@ async fn blocks_granted_long_after_shutdown_are_refunded() {
 #[tokio::test(start_paused = true)]
 async fn setters_keep_the_observer() {
     let (policies, blocks) = (log(), Arc::new(Blocks::default()));
-    let store = Leased::new(LocalStore::default())
+    let store = Leased::builder(LocalStore::default())
         .observer(Arc::clone(&blocks))
         .share(2)
-        .max_callers(NonZeroUsize::MIN);
+        .max_callers(NonZeroUsize::MIN)
+        .build();
     for _ in 0..40 {
         let _ = take(&store, &policies).await;
         sleep(Duration::from_millis(1)).await;

@@ -73,8 +73,14 @@ fn instance(shared: &Shared, version: usize, strategy: Strategy) -> Instance {
     let policy = Policy::new("p", strategy, VERSIONS[version].quota);
     let policy = policy.and_then(|policy| policy.leased(LEASE)).unwrap();
     let share = Share::Fixed(INSTANCES.try_into().unwrap());
-    let fallback = Fallback::new(shared.clone(), LocalStore::default()).share(share.clone());
-    (Leased::new(fallback).share(share), version, policy.into())
+    let fallback = Fallback::builder(shared.clone(), LocalStore::default())
+        .share(share.clone())
+        .build();
+    (
+        Leased::builder(fallback).share(share).build(),
+        version,
+        policy.into(),
+    )
 }
 
 /// Takes one unit, and records the time of the grant.

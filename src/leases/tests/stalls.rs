@@ -359,7 +359,9 @@ async fn the_busiest_caller_keeps_its_blocks() {
         Server::new(1_000_000, Duration::from_millis(1)),
         policies(Duration::from_millis(100)),
     );
-    let store = Leased::new(server.clone()).max_callers(64.try_into().unwrap());
+    let store = Leased::builder(server.clone())
+        .max_callers(64.try_into().unwrap())
+        .build();
     let flood = {
         let (store, policies) = (store.clone(), policies.clone());
         tokio::spawn(async move {

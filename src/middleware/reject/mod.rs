@@ -5,6 +5,7 @@ mod grpc;
 mod http;
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::header::{CONTENT_TYPE, WWW_AUTHENTICATE};
@@ -318,6 +319,18 @@ where
 {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
         self(rejection)
+    }
+}
+
+impl<B, R: Reject<B> + ?Sized> Reject<B> for Arc<R> {
+    fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
+        (**self).reject(rejection)
+    }
+}
+
+impl<B> Reject<B> for Box<dyn Reject<B> + Send + Sync> {
+    fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
+        (**self).reject(rejection)
     }
 }
 

@@ -130,7 +130,7 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
             instance,
             store: LocalStore::default(),
         };
-        Fallback::new(primary, local)
+        Fallback::builder(primary, local)
             .deadline(Duration::from_millis(plan.deadline))
             .failures(NonZeroU32::new(plan.failures).unwrap())
             .share(match plan.share {
@@ -141,6 +141,7 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
                 world: world.clone(),
                 instance,
             })
+            .build()
     };
     (0..plan.instances).map(instance).collect()
 }

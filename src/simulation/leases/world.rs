@@ -235,7 +235,9 @@ impl World {
     fn new_instance(&mut self, of: u32) -> Instance {
         let clocked = Clocked::new();
         self.seed.set_now(self.start);
-        let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
+        let store = Leased::builder(self.remote.clone())
+            .share(Share::Fixed(of.try_into().unwrap()))
+            .build();
         store
             .backend()
             .observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));

@@ -258,12 +258,12 @@ settings! {
         denials: usize = 10_000;
     }
     {
-        /// See [`Fallback::deadline`]. At least a millisecond; defaults to 100 ms.
+        /// See [`FallbackBuilder::deadline`]. At least a millisecond; defaults to 100 ms.
         #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
         deadline: Duration = Both::DEFAULT_DEADLINE;
-        /// See [`Fallback::failures`]. Defaults to 3.
+        /// See [`FallbackBuilder::failures`]. Defaults to 3.
         failures: NonZeroU32 = Both::DEFAULT_FAILURES;
-        /// See [`Fallback::share`]. Defaults to 1.
+        /// See [`FallbackBuilder::share`]. Defaults to 1.
         share: ShareConfig = ShareConfig::Fixed(NonZeroU32::MIN);
         /// Number of keys that a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
         local_keys: NonZeroUsize = LocalStore::DEFAULT_KEYS;

@@ -96,10 +96,11 @@ fn every_setting_reaches_its_store() {
         format!("{expected:?}")
     );
     let store = || builder().connect_lazy().unwrap();
-    let expected = Fallback::new(store(), LocalStore::default())
+    let expected = Fallback::builder(store(), LocalStore::default())
         .deadline(Duration::from_millis(50))
         .failures(config.failures)
-        .share(Share::Fixed(NonZeroU32::new(8).unwrap()));
+        .share(Share::Fixed(NonZeroU32::new(8).unwrap()))
+        .build();
     assert_eq!(
         settings(&fallback(&config, store()).unwrap()),
         settings(&expected)

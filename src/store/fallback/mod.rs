@@ -83,7 +83,7 @@ use crate::util::{Clock, OnceFlag};
 ///   check that was sent to the primary store without a reply is never sent again. A check that
 ///   still waits to be sent is withdrawn.
 /// - **Breaker.** After several consecutive failures every check goes to the fallback immediately: see
-///   [`failures`](Self::failures). A background task probes the primary store, with one probe at a time.
+///   [`failures`](FallbackBuilder::failures). A background task probes the primary store, with one probe at a time.
 ///   A check that is dropped before its deadline is no failure, but starts a probe.
 ///   A store with partitions, like a Redis Cluster, has a breaker for each of them,
 ///   so that a master that is down degrades only its callers.
@@ -91,7 +91,7 @@ use crate::util::{Clock, OnceFlag};
 ///   count in an outage. It ignores decisions that do not include all grants of the fallback: those
 ///   that arrive while the breaker is open, and those on checks sent before these grants were charged.
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see
-///   [`share`](Self::share). A cost that fits the whole policy and not the share is
+///   [`share`](FallbackBuilder::share). A cost that fits the whole policy and not the share is
 ///   [denied](crate::check::Outcome::Denied) for 250 ms: only the primary store can grant it.
 /// - **No turns.** The fallback decides a [take ahead](crate::check::Check::take_ahead) as a
 ///   [take](crate::check::Check::take).
@@ -107,8 +107,7 @@ use crate::util::{Clock, OnceFlag};
 /// [`Decision::source`](crate::check::Decision::source) returns where a decision was made, and an [`Observer`] is
 /// notified of every change.
 ///
-/// Clones share the breaker and both stores. A setter, such as [`deadline`](Self::deadline), returns a store with another
-/// breaker, which is closed, and without the grants to reconcile. So call setters before the store is cloned or used.
+/// Clones share the breaker, the grants to reconcile and both stores.
 ///
 /// # Runtimes
 ///
@@ -138,36 +137,37 @@ struct FallbackSettings {
     observer: OnceLock<Arc<dyn Observer>>,
 }
 
-impl<P: Store, F: Store> Fallback<P, F> {
-    /// The default deadline of a check.
-    pub const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
-    /// The default number of failures in a row that open the breaker.
-    pub const DEFAULT_FAILURES: NonZeroU32 = NonZeroU32::MIN.saturating_add(2);
+/// Builds a [`Fallback`], from [`Fallback::builder`].
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
+///
+/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+/// let store = Fallback::builder(redis, LocalStore::default())
+///     .deadline(Duration::from_millis(50))
+///     .share(4)
+///     .build();
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "call `build` to create the store"]
+pub struct FallbackBuilder<P, F> {
+    primary: P,
+    fallback: F,
+    settings: FallbackSettings,
+}
 
-    /// Creates a store in which `primary` decides, or `fallback` if it cannot.
-    ///
-    /// The fallback should be a [`LocalStore`] itself, not a wrapper around one: wrap the `Fallback` instead. Another store
-    /// may run user code, so it decides without the lock of the caller. A concurrent reply of the primary store may then
-    /// remove a grant from its count, so that more than one burst beyond the policy is granted to a caller in an outage.
-    /// The first check [reports](Observer::misconfigured) such a store.
-    pub fn new(primary: P, fallback: F) -> Self {
-        let settings = FallbackSettings {
-            deadline: Self::DEFAULT_DEADLINE,
-            failures: Self::DEFAULT_FAILURES,
-            share: Share::Fixed(NonZeroU32::MIN),
-            observer: OnceLock::new(),
-        };
-        Self::build(primary, fallback, settings)
-    }
-
+impl<P: Store, F: Store> FallbackBuilder<P, F> {
     /// Sets the deadline of the primary store for a check, from the call of [`check`](Store::check). Defaults to 100
     /// ms.
     ///
     /// If the runtime is late in that time, because handlers keep its threads, up to eight graces follow: together another
     /// deadline, and the delays of the runtime. See [a busy runtime](crate::guide::faults#a-busy-runtime).
-    #[must_use]
-    pub fn deadline(self, deadline: Duration) -> Self {
-        self.with(|settings| settings.deadline = deadline)
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.settings.deadline = deadline;
+        self
     }
 
     /// Sets the number of consecutive failures that open the breaker. Defaults to 3.
@@ -180,9 +180,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// Between the first failure and the next success, checks are sent to the primary store one at a time, and the
     /// fallback decides all others. So if the server stops replying, only the checks in flight, and at most `failures`
     /// more, wait for the deadline.
-    #[must_use]
-    pub fn failures(self, failures: NonZeroU32) -> Self {
-        self.with(|settings| settings.failures = failures)
+    pub fn failures(mut self, failures: NonZeroU32) -> Self {
+        self.settings.failures = failures;
+        self
     }
 
     /// Sets how many instances share a policy during an outage: a number, or the
@@ -190,38 +190,64 @@ impl<P: Store, F: Store> Fallback<P, F> {
     ///
     /// A cost above the share is denied in an outage. The first one under each policy is reported as
     /// [misconfigured](Observer::misconfigured), unless the whole policy does not allow it either.
-    #[must_use]
-    pub fn share(self, share: impl Into<Share>) -> Self {
-        let share = share.into();
-        self.with(|settings| settings.share = share)
+    pub fn share(mut self, share: impl Into<Share>) -> Self {
+        self.settings.share = share.into();
+        self
     }
 
     /// Sets the observer of failures and state changes, for this store and for both inner stores unless they have one.
     /// Defaults to the [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a log
     /// of problems](Observer).
-    #[must_use]
-    pub fn observer(self, observer: impl Observer) -> Self {
-        let store = self.with(|settings| settings.observer = OnceLock::new());
-        store
-            .backend()
-            .observe(&(Arc::new(observer) as Arc<dyn Observer>));
-        store
+    pub fn observer(mut self, observer: impl Observer) -> Self {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.settings.observer = OnceLock::from(observer);
+        self
     }
 
-    /// Builds a store from the same stores with other settings, a closed breaker and no accounts.
-    fn with(self, change: impl FnOnce(&mut FallbackSettings)) -> Self {
-        let Partition {
+    /// Creates the store, with a closed breaker.
+    #[must_use]
+    pub fn build(self) -> Fallback<P, F> {
+        let observer = self.settings.observer.get().cloned();
+        let store = Fallback::with_settings(self.primary, self.fallback, self.settings);
+        if let Some(observer) = observer {
+            store.backend().observe(&observer);
+        }
+        store
+    }
+}
+
+impl<P: Store, F: Store> Fallback<P, F> {
+    /// The default deadline of a check.
+    pub const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
+    /// The default number of failures in a row that open the breaker.
+    pub const DEFAULT_FAILURES: NonZeroU32 = NonZeroU32::MIN.saturating_add(2);
+
+    /// Creates a store in which `primary` decides, or `fallback` if it cannot, with the default settings. For others, use
+    /// the [`builder`](Self::builder).
+    ///
+    /// The fallback should be a [`LocalStore`] itself, not a wrapper around one: wrap the `Fallback` instead. Another store
+    /// may run user code, so it decides without the lock of the caller. A concurrent reply of the primary store may then
+    /// remove a grant from its count, so that more than one burst beyond the policy is granted to a caller in an outage.
+    /// The first check [reports](Observer::misconfigured) such a store.
+    pub fn new(primary: P, fallback: F) -> Self {
+        Self::builder(primary, fallback).build()
+    }
+
+    /// Returns a builder of a store in which `primary` decides, or `fallback` if it cannot: see [`new`](Self::new).
+    pub fn builder(primary: P, fallback: F) -> FallbackBuilder<P, F> {
+        FallbackBuilder {
             primary,
             fallback,
-            settings,
-            ..
-        } = &*self.partitions[0];
-        let mut settings = FallbackSettings::clone(settings);
-        change(&mut settings);
-        Self::build(primary.clone(), fallback.clone(), settings)
+            settings: FallbackSettings {
+                deadline: Self::DEFAULT_DEADLINE,
+                failures: Self::DEFAULT_FAILURES,
+                share: Share::Fixed(NonZeroU32::MIN),
+                observer: OnceLock::new(),
+            },
+        }
     }
 
-    fn build(primary: P, fallback: F, settings: FallbackSettings) -> Self {
+    fn with_settings(primary: P, fallback: F, settings: FallbackSettings) -> Self {
         let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
         let other_fallback = Arc::new(OnceFlag::new());
         let small_shares = Arc::default();
@@ -261,7 +287,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 }
 
 impl<P, F> Fallback<P, F> {
-    /// Returns the number of instances of the [share](Self::share).
+    /// Returns the number of instances of the [share](FallbackBuilder::share).
     pub(super) fn instances(&self) -> Instances {
         match &self.partitions[0].settings.share {
             Share::Alive(instances) => instances.clone(),
@@ -422,7 +448,7 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store = Fallback::new(redis, LocalStore::default()).share(4);
+/// let store = Fallback::builder(redis, LocalStore::default()).share(4).build();
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 #[derive(Debug, Clone)]

@@ -123,7 +123,7 @@ impl RedisStore {
 ///     .connect()
 ///     .await?;
 /// let share = Share::Alive(redis.announce()?);
-/// let store = Fallback::new(redis, LocalStore::default()).share(share);
+/// let store = Fallback::builder(redis, LocalStore::default()).share(share).build();
 /// # let _ = store;
 /// # Ok(())
 /// # }

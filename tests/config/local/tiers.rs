@@ -232,7 +232,7 @@ fn an_address_within_a_key_is_reported() {
     .unwrap();
     let problems = Problems::default();
     let observer: Arc<dyn Observer> = Arc::new(problems.clone());
-    tiers.observe(&observer);
+    PolicySelector::<Key>::observe(&tiers, &observer);
     for address in ["2001:db8:4::1", "192.0.2.7"] {
         assert!(
             tiers

@@ -119,8 +119,9 @@ async fn killed_connections_are_back_within_a_second_of_the_answer() {
         }
         async move { Ok(Credentials::new("limiter", password)) }
     });
-    let store = Fallback::new(redis.connect().await.unwrap(), LocalStore::default());
-    let store = store.deadline(PATIENT / 3);
+    let store = Fallback::builder(redis.connect().await.unwrap(), LocalStore::default())
+        .deadline(PATIENT / 3)
+        .build();
     let source = async || {
         sleep(Duration::from_millis(1)).await;
         let decision = store.check(check("ann", "10000/s")).await;

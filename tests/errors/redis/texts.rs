@@ -172,7 +172,9 @@ async fn a_missed_deadline_names_the_server() {
             .timeout(Duration::from_secs(20))
             .connect_lazy()
             .unwrap();
-        let store = Fallback::new(redis, LocalStore::default()).observer(Tells(tell));
+        let store = Fallback::builder(redis, LocalStore::default())
+            .observer(Tells(tell))
+            .build();
         let any = AnyStore::from(store);
         // A deadline that a busy runtime notices late is not reported.
         let error = loop {

@@ -26,8 +26,9 @@ async fn far_masters_are_reached() {
     let url = proxies[0].url().replace("redis://", "redis+cluster://");
     let redis = RedisStore::builder(url).timeout(ROUND_TRIP * 5 / 3);
     let redis = redis.connect_timeout(Duration::from_secs(20));
-    let store = Fallback::new(redis.connect_lazy().unwrap(), LocalStore::default())
-        .deadline(ROUND_TRIP * 5 / 4);
+    let store = Fallback::builder(redis.connect_lazy().unwrap(), LocalStore::default())
+        .deadline(ROUND_TRIP * 5 / 4)
+        .build();
     for caller in 0..8 {
         let caller = format!("caller-{caller}");
         until("its master decides", async || {

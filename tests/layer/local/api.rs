@@ -4,6 +4,7 @@ use std::any::type_name_of_val;
 use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::{Ready, ready};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use axum::{Router, routing::get};
@@ -15,14 +16,15 @@ use tower_redis_ratelimit::extract::{
     ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp,
 };
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::rate_limit::{
     RateLimit, ResponseFuture, Settled, SettledFuture, SettledLayer, TrackedBody,
 };
 use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey, Reason, Reject, Rejection};
-use tower_redis_ratelimit::select::{Live, Tier, Tiers};
+use tower_redis_ratelimit::select::{Live, PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::settle::{RequestCost, Reservation, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{
-    AnyStore, AnyStoreFuture, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder,
+    AnyStore, AnyStoreFuture, BoxStore, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder,
     ShareConfig, StoreConfig, StoreError, StoreKind,
 };
 use tower_redis_ratelimit::{
@@ -290,4 +292,32 @@ async fn debug_shows_policies_and_no_secret() {
     assert!(!shown.contains(SECRET), "{shown}");
     assert!(!shown.contains("alice"), "{shown}");
     assert!(shown.contains("Policy(api Gcra 1/h)"), "{shown}");
+}
+
+/// Each trait of one method works behind a pointer.
+#[tokio::test]
+async fn parts_of_a_layer_may_be_chosen_at_run_time() {
+    let policy: Policies = Policy::new("api", Strategy::Gcra, "1/h").unwrap().into();
+    let not_so_fast = |_: Rejection<'_>| Response::new("not so fast".to_owned());
+    let boxed = RateLimitLayer::new(
+        BoxStore::new(LocalStore::default()),
+        Box::new(Global) as Box<dyn KeyExtractor>,
+        Box::new(policy.clone()) as Box<dyn PolicySelector>,
+    )
+    .observer(Box::new(()) as Box<dyn Observer>)
+    .reject(Arc::new(
+        Box::new(not_so_fast) as Box<dyn Reject<String> + Send + Sync>
+    ));
+    let shared = RateLimitLayer::new(
+        Arc::new(LocalStore::default()),
+        Arc::new(Global) as Arc<dyn KeyExtractor>,
+        Arc::new(policy) as Arc<dyn PolicySelector>,
+    )
+    .observer(Arc::new(()) as Arc<dyn Observer>)
+    .reject(Arc::new(not_so_fast) as Arc<dyn Reject<String> + Send + Sync>);
+    let (boxed, shared) = (limited(boxed), limited(shared));
+    for body in ["hello", "not so fast"] {
+        assert_eq!(text(send(&boxed, request("ann")).await).await, body);
+        assert_eq!(text(send(&shared, request("ann")).await).await, body);
+    }
 }

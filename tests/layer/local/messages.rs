@@ -437,7 +437,9 @@ fn a_service_must_be_clone() {
 #[test]
 fn a_share_may_be_a_number() {
     let of = |share: &str| {
-        format!("Fallback::new(LocalStore::default(), LocalStore::default()).share({share});")
+        format!(
+            "Fallback::builder(LocalStore::default(), LocalStore::default()).share({share}).build();"
+        )
     };
     fixes(
         &of("\"4\""),
@@ -477,31 +479,22 @@ fn a_wrong_cost_names_the_conversion_and_the_place_for_async() {
 }
 
 #[test]
-fn a_limiter_has_fixed_policies() {
+fn a_limiter_selects_policies_by_key() {
     fixes(
-        "Limiter::new(LocalStore::default(), Live::new(policy));",
+        "Limiter::new(LocalStore::default(), Routes::new(policy));",
         &[
-            "Live<tower_redis_ratelimit::Policy>` are no policies",
-            "a `Limiter` keeps its policies, so it takes no `Live`, `Tiers` or `Routes`: to change a quota, create another \
-             `Limiter` with a clone of the store, which goes on counting",
+            "Routes` gives no policies for a request",
+            "a `Limiter`, which has no request: `Tiers`, or a closure of the key, as in `|key: &Key| ..`",
         ],
         "let store = LocalStore::default();
-         Limiter::new(store.clone(), policy.clone());
+         Limiter::new(store.clone(), |_: &Key| None);
+         Limiter::new(store.clone(), Live::new(Tiers::new(policy.clone())));
          Limiter::new(store, Policies::new([policy])?);",
     );
     fixes(
         "Limiter::new(LocalStore::default(), Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50)));",
         &["add `?`, as in `Policy::new(name, strategy, quota)?`"],
         "Limiter::new(LocalStore::default(), policy);",
-    );
-}
-
-#[test]
-fn a_store_in_an_arc_is_cloned_instead() {
-    fixes(
-        "RateLimitLayer::new(std::sync::Arc::new(LocalStore::default()), Global, policy);",
-        &["a store in an `Arc`: pass a clone of the store itself, which shares its counts"],
-        "RateLimitLayer::new(LocalStore::default().clone(), Global, policy);",
     );
 }
 

@@ -194,7 +194,7 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     );
     for (line, part) in logged.iter().zip([
         "WARN shared store unavailable, enforcing rate limits locally; every instance grants the whole limit: set \
-         `Fallback::share` if there are several kind",
+         `FallbackBuilder::share` if there are several kind",
         "WARN shared store unavailable, enforcing rate limits locally; no other instance was found, so this one grants the \
          whole limit kind",
         "WARN shared store unavailable, enforcing rate limits locally kind",

@@ -42,7 +42,9 @@ fn nowhere() -> RedisStoreBuilder {
 
 /// A store with a fallback.
 fn fallback() -> Fallback<RedisStore, LocalStore> {
-    Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
+    Fallback::builder(nowhere().connect_lazy().unwrap(), LocalStore::default())
+        .deadline(LONG)
+        .build()
 }
 
 const LONG: Duration = Duration::from_secs(20);
@@ -223,7 +225,104 @@ async fn a_limiter_passes_observers_to_its_store() {
     let notes = Notes::default();
     let limiter = Limiter::new(fallback(), gcra("mails", "9/h")).observer(notes.clone());
     let _ = limiter.take(Key::new("alice"), 1).await.unwrap();
-    assert_eq!(notes.take(), ["sends", "alice failed: Unreachable"]);
+    let [sends, failed, decided] = &notes.take()[..] else {
+        panic!("three events")
+    };
+    assert_eq!([sends, failed], ["sends", "alice failed: Unreachable"]);
+    assert!(
+        decided.starts_with("alice mails allowed Local "),
+        "{decided}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_reports_decisions_like_a_layer() {
+    let (alice, notes) = (Key::new("alice"), Notes::default());
+    let mails = gcra("mails", "2/h");
+    let limiter = Limiter::new(LocalStore::default(), mails).observer(notes.clone());
+    let reported = |outcome: &str| format!("alice mails {outcome} Local 0ns");
+
+    let _ = limiter.take(alice, 1).await.unwrap();
+    assert_eq!(notes.take(), [reported("allowed")]);
+    let held = limiter.reserve(alice, 1).await.unwrap();
+    assert_eq!(notes.take(), [reported("allowed")]);
+    let _ = limiter.take_with_id(alice, 1, "job-7").await.unwrap();
+    let _ = limiter.up_to(alice, 1).await.unwrap();
+    let _ = limiter.wait(alice, 1, Duration::ZERO).await.unwrap();
+    assert_eq!(notes.take(), [(); 3].map(|()| reported("denied")));
+    limiter.reserve(alice, 1).await.unwrap_err();
+    let denied = limiter.reserve_within(alice, 1, Duration::ZERO);
+    denied.await.unwrap_err();
+    assert_eq!(notes.take(), [(); 2].map(|()| reported("denied")));
+    drop(held);
+
+    // They let nothing pass.
+    let _ = limiter.peek(alice, 1).await.unwrap();
+    limiter.charge(alice, 1).await.unwrap();
+    limiter.refund(alice, 1).await.unwrap();
+    limiter.reset(alice).await.unwrap();
+    assert_eq!(notes.take(), [""; 0]);
+
+    let _ = limiter.take(alice, 2).await.unwrap();
+    let turn = limiter.wait(alice, 1, Duration::from_secs(1_800));
+    assert!(turn.await.unwrap().is_allowed());
+    let [_, waited] = &notes.take()[..] else {
+        panic!("two decisions")
+    };
+    assert!(
+        waited.starts_with("alice mails allowed Local 180"),
+        "{waited}"
+    );
+}
+
+#[tokio::test]
+async fn a_limiter_reports_exempt_callers() {
+    struct Reasons(Notes);
+
+    impl Observer for Reasons {
+        fn decided(&self, _: &event::Decided<'_>) {
+            self.0.add("decided");
+        }
+
+        fn uncounted(&self, event: &event::Uncounted<'_>) {
+            self.0
+                .add(format!("{} {}", event.reason.as_str(), event.allowed));
+        }
+    }
+
+    let notes = Notes::default();
+    let exempt = |_: &Key| None;
+    let limiter = Limiter::new(LocalStore::default(), exempt).observer(Reasons(notes.clone()));
+    let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+    let _ = limiter.wait(Key::GLOBAL, 1, LONG).await.unwrap();
+    assert_eq!(notes.take(), ["exempt true"; 2]);
+}
+
+#[tokio::test]
+async fn a_limiter_reports_failures_like_a_layer() {
+    let (alice, notes) = (Key::new("alice"), Notes::default());
+    let limiter = Limiter::new(Broken, gcra("mails", "9/h")).observer(notes.clone());
+    let failed = "alice failed: Configuration";
+    limiter.take(alice, 1).await.unwrap_err();
+    limiter.peek(alice, 1).await.unwrap_err();
+    limiter.charge(alice, 1).await.unwrap_err();
+    limiter.reserve(alice, 1).await.unwrap_err();
+    assert_eq!(notes.take(), [failed; 4]);
+}
+
+/// Customers have different quotas under one name.
+#[tokio::test]
+async fn given_policies_are_not_compared() {
+    let log = |quota: &str| Policy::new("mails", Strategy::SlidingLog, quota).unwrap();
+    let (notes, store) = (Problems::default(), LocalStore::default());
+    let [here, there] =
+        [(); 2].map(|()| Limiter::new(store.clone(), log("10/d")).observer(notes.clone()));
+    let given = here.under(&log("20/d").into());
+    let _ = given.take(Key::new("ann"), 1).await.unwrap();
+    for limiter in [&here, &there] {
+        let _ = limiter.take(Key::new("ann"), 1).await.unwrap();
+    }
+    assert_eq!(*notes.0.lock().unwrap(), [""; 0]);
 }
 
 #[tokio::test]
@@ -231,9 +330,10 @@ async fn a_store_keeps_its_own_observer() {
     let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
     let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
     // Later settings of the fallback keep the observer.
-    let store = Fallback::new(redis, LocalStore::default())
+    let store = Fallback::builder(redis, LocalStore::default())
         .observer(of_fallback.clone())
-        .deadline(LONG);
+        .deadline(LONG)
+        .build();
     send(
         &limited(layer_with(store, "9/h").observer(of_first.clone())),
         request("alice"),
@@ -620,7 +720,9 @@ async fn a_call_without_ready_is_reported_once() {
 async fn a_share_below_a_cost_is_reported_once() {
     let problems = async |instances: u32, costs: &[u32]| {
         let (notes, redis) = (Problems::default(), MockStore::new());
-        let store = Fallback::new(redis.clone(), LocalStore::default()).share(instances);
+        let store = Fallback::builder(redis.clone(), LocalStore::default())
+            .share(instances)
+            .build();
         let limits = ["api", "jobs"]
             .map(|name| Policy::new(name, Strategy::Gcra, Quota::per_minute(100)).unwrap());
         let limiters =
@@ -654,8 +756,14 @@ async fn a_share_below_a_cost_is_reported_once() {
         [""; 0],
         "used up, but large enough"
     );
-    let never: Vec<_> = problems(1_000, &[101]).await;
-    assert_eq!(never, [""; 0], "the whole policy does not allow it");
+    let never = problems(1_000, &[101]).await;
+    assert_eq!(never.len(), 2, "{never:?}");
+    for problem in never {
+        assert!(
+            problem.contains("#never-passes"),
+            "the whole policy does not allow it"
+        );
+    }
 }
 
 #[tokio::test]

@@ -74,7 +74,9 @@ async fn an_outage_reports_the_whole_burst() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(4).unwrap());
-    let store = Fallback::new(redis, LocalStore::default()).share(share);
+    let store = Fallback::builder(redis, LocalStore::default())
+        .share(share)
+        .build();
     let (policy, problems) = (gcra("api", "100/h"), Problems::default());
     let service = limited(
         RateLimitLayer::new(store.clone(), Global, policy.clone())

@@ -214,7 +214,9 @@ async fn an_outage_keeps_the_quota_in_the_fields() {
         let redis = MockStore::new();
         redis.fail(StoreError::new(ErrorKind::Unreachable));
         let share = Share::Fixed(NonZeroU32::new(4).unwrap());
-        let store = Fallback::new(redis, LocalStore::default()).share(share);
+        let store = Fallback::builder(redis, LocalStore::default())
+            .share(share)
+            .build();
         let policy = Policy::new("api", strategy, "100/m").unwrap();
         let layer = RateLimitLayer::new(store, Global, policy)
             .headers(Headers::DRAFT_11.and(LegacyHeaders::XSeconds))

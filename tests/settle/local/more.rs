@@ -1,7 +1,6 @@
 //! Units that a handler reserves in addition to its request's reservation.
 
 use std::error::Error;
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tokio::task::yield_now;
@@ -232,8 +231,9 @@ async fn a_denied_handler_follows_the_layers_headers_in_an_outage() {
 
     for (headers, fields) in [(Headers::DRAFT_11, 1), (Headers::NONE, 0)] {
         let primary = MockStore::new();
-        let store = Fallback::new(primary.clone(), LocalStore::default());
-        let store = store.share(NonZeroU32::new(2).unwrap());
+        let store = Fallback::builder(primary.clone(), LocalStore::default())
+            .share(2)
+            .build();
         let layer = RateLimitLayer::new(store, Global, quota("api", "10/d"));
         let much = async move |charge: RequestCost| {
             primary.fail(StoreError::new(ErrorKind::NotReady));

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use tokio::time::advance;
+use tokio::time::{advance, sleep};
 use tower_redis_ratelimit::settle::{Reservation, ReserveError};
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RedisStore, Strategy};
 
 use crate::mocks::limiter;
 use crate::support::{STRATEGIES, free_port, is_gradual, policy};
@@ -130,4 +130,38 @@ async fn failed_reservations_report_the_reason() {
         "{error:?}"
     );
     assert!(error.to_string().contains("cannot be reached"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_waits_for_its_turn() {
+    for strategy in STRATEGIES {
+        let limiter = limiter(strategy, "10/s");
+        limiter.reserve(ANN, 10).await.unwrap().keep();
+        let within = |time| limiter.reserve_within(ANN, 4, time);
+        let denied = within(Duration::from_millis(1)).await.unwrap_err();
+        assert!(matches!(denied, ReserveError::Denied(_)), "{strategy:?}");
+        let waited = within(Duration::from_secs(2)).await.unwrap();
+        assert_eq!(waited.decision().granted(), 4, "{strategy:?}");
+        let before = left(&limiter).await;
+        waited.settle(1);
+        assert_eq!(left(&limiter).await, before + 3, "{strategy:?}");
+        let never = limiter.reserve_within(ANN, 11, Duration::MAX).await;
+        assert!(never.is_err(), "{strategy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waited_slot_is_held_and_released() {
+    let jobs = Policy::in_flight("jobs", 1).unwrap();
+    let limiter = Limiter::new(LocalStore::default(), jobs);
+    let within = || limiter.reserve_within(ANN, 1, Duration::from_secs(300));
+    let first = limiter.reserve(ANN, 1).await.unwrap();
+    let second = within();
+    drop(first);
+    let second = second.await.unwrap();
+    // Longer than a slot that is not renewed.
+    sleep(Duration::from_secs(200)).await;
+    assert_eq!(left(&limiter).await, 0);
+    drop(second);
+    assert!(limiter.reserve(ANN, 1).await.is_ok());
 }

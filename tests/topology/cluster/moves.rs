@@ -266,11 +266,12 @@ async fn callers_split_across_nodes_are_decided() {
     };
     let policies = Policies::new([one("one"), one("two")]).unwrap();
     let (slot, callers) = neighbors(&cluster, &store, &policies).await;
-    let fallback = Fallback::new(
+    let fallback = Fallback::builder(
         cluster.builder().connect().await.unwrap(),
         LocalStore::default(),
     )
-    .deadline(Duration::from_secs(2));
+    .deadline(Duration::from_secs(2))
+    .build();
     let mut load = Load::start(&fallback, &callers, &policies);
     let home = cluster.owner(slot).await;
     let away = (home + 1) % 3;

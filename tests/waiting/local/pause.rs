@@ -326,7 +326,9 @@ async fn a_pause_lasts_as_long_by_fallback() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(4).unwrap());
-    let store = Fallback::new(redis, LocalStore::default()).share(share);
+    let store = Fallback::builder(redis, LocalStore::default())
+        .share(share)
+        .build();
     let pause = Pause::new(store.clone(), "pause", 60 * SECOND).unwrap();
     pause.begin(KEY, 30 * SECOND).await.unwrap();
     let peek = store

@@ -8,6 +8,7 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::time::{Instant, sleep};
 use tower_redis_ratelimit::check::{Check, Mode};
+use tower_redis_ratelimit::select::PolicySelector;
 use tower_redis_ratelimit::store::{MockStore, Store};
 use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
@@ -24,7 +25,11 @@ fn named(name: &str, strategy: Strategy, quota: &str) -> Policy {
 }
 
 /// Returns the number of store calls until a waiter gets its permit.
-async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost: u32) -> usize {
+async fn calls_of_a_wait(
+    store: &MockStore,
+    policies: impl PolicySelector<Key>,
+    cost: u32,
+) -> usize {
     let limiter = Limiter::new(store.clone(), policies);
     let before = store.asked().len();
     assert!(limiter.wait(ANN, cost, LONG).await.unwrap().is_allowed());

@@ -466,7 +466,9 @@ async fn an_outage_limits_waiters_by_share() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(5).unwrap());
-    let store = Fallback::new(redis, LocalStore::default()).share(share);
+    let store = Fallback::builder(redis, LocalStore::default())
+        .share(share)
+        .build();
     let layer = ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "50/s burst 5"));
     let start = Instant::now();
     for _ in 0..21 {

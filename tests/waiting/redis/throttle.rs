@@ -107,7 +107,9 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
         .map(|_| {
             let redis = RedisStore::connect_lazy(server.url()).unwrap();
             let share = Share::Fixed(NonZeroU32::new(3).unwrap());
-            let store = Fallback::new(redis, LocalStore::default()).share(share);
+            let store = Fallback::builder(redis, LocalStore::default())
+                .share(share)
+                .build();
             ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "600/s burst 60"))
         })
         .collect();

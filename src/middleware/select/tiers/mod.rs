@@ -466,6 +466,21 @@ impl PolicySelector for Tiers {
     }
 }
 
+/// For a [`Limiter`](crate::Limiter): a key has no plan, so the default policies apply to a caller without overrides. For the
+/// policies of a plan, call [`Limiter::under`](crate::Limiter::under).
+impl PolicySelector<Key> for Tiers {
+    fn policies(&self, caller: &Key, _: Option<&Key>) -> Option<Policies> {
+        match self.policies_of_caller(caller) {
+            Some(own) => own.clone(),
+            None => Some(self.plans.current().default.clone()),
+        }
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.unknown.misses.observe(observer);
+    }
+}
+
 impl fmt::Debug for Tiers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Plans { default, named } = self.plans.current();

@@ -116,8 +116,9 @@ async fn probes_become_rarer() {
             }
             Err(unreachable())
         });
-        let store =
-            Fallback::new(primary, LocalStore::default()).failures(failures.try_into().unwrap());
+        let store = Fallback::builder(primary, LocalStore::default())
+            .failures(failures.try_into().unwrap())
+            .build();
         let _ = store
             .check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1))
             .await

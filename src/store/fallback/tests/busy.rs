@@ -42,7 +42,8 @@ impl Notices {
 fn busy() -> (Tested, Primary, Notices) {
     let (store, primary, _) = pair(1);
     let notices = Notices::default();
-    (store.observer(notices.clone()), primary, notices)
+    let store = rebuild(&store).observer(notices.clone()).build();
+    (store, primary, notices)
 }
 
 fn take(quota: &str) -> Check {
@@ -80,7 +81,7 @@ async fn a_late_notice_waits_for_the_reply() {
 #[tokio::test(start_paused = true)]
 async fn a_runtime_that_is_always_late_opens_nothing() {
     let (store, primary, notices) = busy();
-    let store = store.failures(NonZeroU32::MIN);
+    let store = rebuild(&store).failures(NonZeroU32::MIN).build();
     primary.set(Manner::Swallows);
     let (decision, took) = decided_while_busy(store.check(take("10/100d"))).await;
     assert_eq!(decision.source(), Source::Local);
@@ -136,7 +137,9 @@ async fn a_silence_after_a_late_notice_is_a_failure() {
 #[tokio::test(start_paused = true)]
 async fn a_late_trial_is_followed_by_another() {
     let (store, primary, notices) = busy();
-    let store = store.failures(NonZeroU32::new(10).unwrap());
+    let store = rebuild(&store)
+        .failures(NonZeroU32::new(10).unwrap())
+        .build();
     primary.set(Manner::Each(unreachable));
     burst(&store, &policies(Strategy::Gcra, "10/100d"), 1).await;
     primary.set(Manner::Swallows);
@@ -151,7 +154,7 @@ async fn a_late_trial_is_followed_by_another() {
 #[tokio::test(start_paused = true)]
 async fn a_deadline_of_zero_is_no_late_notice() {
     let (store, primary, notices) = busy();
-    let store = store.deadline(Duration::ZERO);
+    let store = rebuild(&store).deadline(Duration::ZERO).build();
     primary.set(Manner::Silent);
     let since = instant();
     assert_eq!(

@@ -60,8 +60,11 @@ impl Far {
     }
 
     pub(super) fn fallback(&self, share: u32) -> Fallback<Self, LocalStore> {
-        Fallback::new(self.clone(), LocalStore::default())
-            .share(Share::Fixed(share.try_into().unwrap()))
+        self.builder(share).build()
+    }
+
+    pub(super) fn builder(&self, share: u32) -> FallbackBuilder<Self, LocalStore> {
+        Fallback::builder(self.clone(), LocalStore::default()).share(share)
     }
 
     /// Lets another instance announce that it reconciles for `time`.

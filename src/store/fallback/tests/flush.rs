@@ -36,8 +36,10 @@ fn text(operations: u32, callers: u32) -> String {
 
 fn observed() -> (Tested, Primary, Unflushed) {
     let (primary, unflushed) = (Primary::default(), Unflushed::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default());
-    (store.observer(unflushed.clone()), primary, unflushed)
+    let store = Fallback::builder(primary.clone(), LocalStore::default())
+        .observer(unflushed.clone())
+        .build();
+    (store, primary, unflushed)
 }
 
 /// A limiter with two reservations.
@@ -73,7 +75,7 @@ async fn an_outage_ends_a_flush_immediately() {
 #[tokio::test(start_paused = true)]
 async fn a_flush_waits_a_second_at_most() {
     let (store, primary, unflushed) = observed();
-    let store = store.deadline(Duration::from_secs(3_600));
+    let store = rebuild(&store).deadline(Duration::from_secs(3_600)).build();
     let (rows, jobs) = two_jobs(&store).await;
     primary.set(Manner::Silent);
     drop(jobs);

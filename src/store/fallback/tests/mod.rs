@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use tokio::time::{advance, sleep};
 
-use super::{Fallback, Share};
+use super::{Fallback, FallbackBuilder, FallbackSettings, Share};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::observe::{Observer, event};
@@ -158,14 +158,21 @@ type Tested = Fallback<Primary, LocalStore>;
 
 fn pair(share: u32) -> (Tested, Primary, Reconciled) {
     let (primary, reconciled) = (Primary::default(), Reconciled::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default());
-    (
-        store
-            .share(Share::Fixed(std::num::NonZeroU32::new(share).unwrap()))
-            .observer(reconciled.clone()),
-        primary,
-        reconciled,
-    )
+    let store = Fallback::builder(primary.clone(), LocalStore::default())
+        .share(share)
+        .observer(reconciled.clone())
+        .build();
+    (store, primary, reconciled)
+}
+
+/// Returns a builder of a store with the same inner stores and settings.
+fn rebuild(store: &Tested) -> FallbackBuilder<Primary, LocalStore> {
+    let partition = &store.partitions[0];
+    FallbackBuilder {
+        primary: partition.primary.clone(),
+        fallback: partition.fallback.clone(),
+        settings: FallbackSettings::clone(&partition.settings),
+    }
 }
 
 fn ann() -> Key {

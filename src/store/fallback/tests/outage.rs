@@ -25,9 +25,10 @@ impl Observer for Reports {
 async fn a_long_outage_is_reported_each_minute() {
     let (primary, reports) = (Primary::default(), Reports::default());
     let share = Share::Fixed(NonZeroU32::new(4).unwrap());
-    let store = Fallback::new(primary.clone(), LocalStore::default())
+    let store = Fallback::builder(primary.clone(), LocalStore::default())
         .share(share)
-        .observer(reports.clone());
+        .observer(reports.clone())
+        .build();
     open(&store, &primary).await;
     let limit = policies(Strategy::Gcra, "400/100d");
     for _ in 0..7 {
@@ -77,7 +78,9 @@ async fn a_long_outage_is_reported_each_minute() {
 #[tokio::test(start_paused = true)]
 async fn failures_before_an_outage_are_no_part_of_it() {
     let (primary, reports) = (Primary::default(), Reports::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(reports.clone());
+    let store = Fallback::builder(primary.clone(), LocalStore::default())
+        .observer(reports.clone())
+        .build();
     let limit = policies(Strategy::Gcra, "400/100d");
     primary.set(Manner::Each(|| unreachable().not_sent()));
     let check = Check::take(ann(), &limit, 5);

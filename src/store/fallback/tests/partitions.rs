@@ -71,7 +71,9 @@ async fn ask(store: &Fallback<Parted, LocalStore>) {
 #[tokio::test(start_paused = true)]
 async fn a_failing_partition_degrades_only_its_callers() {
     let (primary, outages) = (Parted::default(), OutageCounter::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(outages.clone());
+    let store = Fallback::builder(primary.clone(), LocalStore::default())
+        .observer(outages.clone())
+        .build();
     ask(&store).await;
     let partition = |caller| primary.partition(&Key::new(caller));
     let asked = |partition: usize| primary.0[partition].asked();
@@ -151,7 +153,9 @@ async fn a_failing_partition_degrades_only_its_callers() {
 #[tokio::test(start_paused = true)]
 async fn partitions_share_the_bound_of_accounts() {
     let (primary, reconciled) = (Parted::default(), Reconciled::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(reconciled.clone());
+    let store = Fallback::builder(primary.clone(), LocalStore::default())
+        .observer(reconciled.clone())
+        .build();
     let policies = policies(Strategy::Gcra, "1000/100d");
     let take =
         |caller: usize| store.check(Check::take(Key::new(format!("{caller}-0")), &policies, 1));

@@ -21,7 +21,7 @@ async fn others_wait_while_an_instance_reconciles() {
     let far = [second.another(DELAY), second];
     let [first, second] = far
         .each_ref()
-        .map(|far| far.fallback(2).deadline(5 * DELAY));
+        .map(|far| far.builder(2).deadline(5 * DELAY).build());
     let (limit, two) = (
         policies(Strategy::Gcra, "60/100d"),
         policies(Strategy::Gcra, "2/100d"),
@@ -79,7 +79,9 @@ async fn instances_see_each_other_reconcile() {
             .timeout(Duration::from_secs(20))
             .connect_lazy()
             .unwrap();
-        Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(20))
+        Fallback::builder(redis, LocalStore::default())
+            .deadline(Duration::from_secs(20))
+            .build()
     };
     let [one, two, other] = [instance(), instance(), instance()];
     let reconciling = async || other.partitions[0].reconciling().await.unwrap();

@@ -476,8 +476,8 @@ async fn pauses_of_an_outage_do_not_add_up() {
         let instances: Vec<Tested> = (0..share.max(2))
             .map(|_| {
                 let share = Share::Fixed(share.try_into().unwrap());
-                let store = Fallback::new(primary.clone(), LocalStore::default());
-                store.share(share).observer(reconciled.clone())
+                let store = Fallback::builder(primary.clone(), LocalStore::default());
+                store.share(share).observer(reconciled.clone()).build()
             })
             .collect();
         for store in &instances {

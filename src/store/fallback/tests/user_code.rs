@@ -49,8 +49,9 @@ impl Observer for Panics {
 async fn a_panicking_observer_costs_only_its_events() {
     let notified = Arc::new(AtomicUsize::new(0));
     let far = Far::new(Duration::from_millis(2));
-    let store =
-        Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&notified)));
+    let store = Fallback::builder(far.clone(), LocalStore::default())
+        .observer(Panics(Arc::clone(&notified)))
+        .build();
     let policies = policies(Strategy::Gcra, "100/100d");
     cut(&store, &far).await;
     for _ in 0..40 {
@@ -212,8 +213,9 @@ fn the_instances_are_counted_under_no_lock() {
             }
             NonZeroU32::MIN
         };
-        let store = Fallback::new(far.clone(), LocalStore::default());
-        let store = store.share(Instances::new(alive));
+        let store = Fallback::builder(far.clone(), LocalStore::default())
+            .share(Instances::new(alive))
+            .build();
         cut(&store, &far).await;
         *lock(&whole) = Some(store.clone());
         let takes = [
@@ -421,7 +423,9 @@ impl Store for Wrapped {
 async fn a_wrapper_of_a_local_store_is_reported() {
     async fn problems_of<F: Store>(fallback: F) -> Vec<String> {
         let (far, problems) = (Far::new(Duration::from_millis(2)), Problems::default());
-        let store = Fallback::new(far, fallback).observer(problems.clone());
+        let store = Fallback::builder(far, fallback)
+            .observer(problems.clone())
+            .build();
         for _ in 0..2 {
             let _ = take(&store, ann(), &policies(Strategy::Gcra, "100/100d")).await;
         }
