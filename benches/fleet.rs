@@ -166,7 +166,7 @@ const STATE: &str = "a state of 19 bytes";
 
 /// A key as long as the store's.
 fn key(caller: u32) -> String {
-    format!("rl:{{{}}}:api:g:3600/h", address(caller))
+    format!("rl:{{{}}}:api:g", address(caller))
 }
 
 async fn ours(fleet: Fleet, server: &RedisServer, time: Duration) -> Measure {

@@ -1,11 +1,12 @@
--- The arguments of a call. The script of checks consists of this file, prelude.lua, meter.lua, the strategies,
+-- The arguments of a call. The script of checks consists of common.lua, this file, prelude.lua, meter.lua, the strategies,
 -- check.lua, problem.lua and reply.lua.
 --
 -- KEYS   for each entry, in order: the key of the remembered answer, if its plan has ids; then one key per policy
 -- ARGV   strings of packed numbers:
 --          call            number of policies; number of plans; the time in microseconds since the Unix epoch, for
 --                          tests, or 0 for Redis's own time
---          policies        each: strategy, and the four numbers that the strategy's `policy` function takes
+--          policies        each: strategy, the four numbers that the strategy's `policy` function takes, and for a meter
+--                          the bytes that name its quota in a value
 --          plans           each: mode; cost; a number that depends on the mode; the numbers of its policies, counted
 --                          from 1. The number after the cost is
 --                            for a take ahead, the maximum wait in microseconds until its turn, when the cost fits;
@@ -39,21 +40,12 @@
 -- This script creates the functions of a strategy only if a policy uses it, and those for rarer checks only if a check
 -- needs them.
 
-local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
+local CALL, POLICY, POLICY_LENGTH, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', 29, '<I1I4i7', 12
 local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8
 local NUMBER, NUMBER_LENGTH = '<I4', 4
 local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7i7', 18, '<i7', 7
 
-local KEYS, ARGV = KEYS, ARGV
-local encode, decode = struct.pack, struct.unpack
-local byte, sub = string.byte, string.sub
-local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
-local redis_pcall = redis.pcall
-
 local policy_count, plan_count, now = decode(CALL, ARGV[1])
-
--- The longest time in microseconds for which a turn may be taken ahead (a day), and the maximum ticks of a debt.
-local DAY, MAX_TICKS = 86400000000, 2 ^ 52
 
 -- Redis expires keys by its own time. Under another time they are kept for a day longer than needed.
 local keep = 0
@@ -69,17 +61,6 @@ do
     keep = real - now + DAY
   end
 end
-
--- Sums and expiries are stored modulo WRAP. Two stored values that are compared differ by less than WRAP.
-local WRAP = 2 ^ 40
-
--- An upper bound for the TTL of a key, in milliseconds (4 years). A state with a later expiry was written by another
--- program.
-local LONGEST = 2 ^ 37
-
--- Maximum number of keys that one command reads, and of numbers packed in one call: Lua passes at most 8,000 values to
--- a function.
-local MOST = 4000
 
 -- Preallocated for twelve answers: a table that grows is copied each time its size doubles.
 local reply = {

@@ -1,6 +1,17 @@
 -- The driver: decides a batch of checks. Each check is of one caller under one or more policies, and is charged under
 -- all of them or none.
 
+-- Returns the state after a denied take, and whether it must be saved: see `denied` in prelude.lua.
+local function after_denial(strategy, policy, a, b, c, dirty)
+  if strategy.denied then
+    local x, y, z = strategy.denied(policy, now, a, b, c)
+    if x then
+      return x, y, z, true
+    end
+  end
+  return a, b, c, dirty
+end
+
 -- Fast path: takes under one policy, of callers that occur once in the run. Decides exactly as `check` does, in less
 -- time.
 local function takes(plan, entries, times)
@@ -34,10 +45,12 @@ local function takes(plan, entries, times)
             -- Skip a call of `room`: a charge reduces the room by exactly its cost.
             charged, granted, room = cost, granted + cost, room - cost
           end
-        elseif cost > capacity then
-          wait = -1
         else
-          wait = strategy.wait(policy, key, now, cost, a, b, c)
+          wait = -1
+          if cost <= capacity then
+            wait = strategy.wait(policy, key, now, cost, a, b, c)
+          end
+          a, b, c, dirty = after_denial(strategy, policy, a, b, c, dirty)
         end
         reset = reset_in(policy, now, a, b, c)
         reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = charged, room > 0 and room or 0, wait, reset
@@ -65,7 +78,7 @@ local policies, plans, only_runs = { nil }, { nil }, true
 for i = 1, policy_count do
   local number, first, second, third, fourth = decode(POLICY, ARGV[1 + i])
   local strategy = strategies[number]
-  local policy = strategy.policy(first, second, third, fourth)
+  local policy = strategy.policy(first, second, third, fourth, sub(ARGV[1 + i], POLICY_LENGTH + 1))
   policy.strategy = strategy
   policies[i] = policy
 end
@@ -148,6 +161,15 @@ if not only_runs then
   -- needs, the possible grant, the reset, and the total granted to all checks.
   local a, b, c, dirty, rooms, needed, granting, resets, totals = {}, {}, {}, {}, {}, {}, {}, {}, {}
 
+  -- Returns the state of a policy as if its quota had written it: a turn drains at that rate.
+  local function as_written(policy, i)
+    local strategy = policy.strategy
+    if strategy.written then
+      return strategy.written(policy, now, a[i], b[i], c[i])
+    end
+    return a[i], b[i], c[i]
+  end
+
   -- Returns whether a cost that exceeds the room is due in time, within the debt that the policy allows.
   local function is_due_in_time(plan, i)
     local policy, cost = plan[i], plan.cost
@@ -155,7 +177,8 @@ if not only_runs then
       return false
     end
     local most = min(plan.within, policy.longest or plan.within)
-    return policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= most
+    local x, y, z = as_written(policy, i)
+    return policy.strategy.wait(policy, KEYS[key_at + i], now, cost, x, y, z) <= most
   end
 
   -- Computes the need and the grant of a policy alone. Returns the maximum that each policy may grant; negative if this
@@ -193,6 +216,8 @@ if not only_runs then
       granted = max(0, mode == CHARGE and granted or min(granted, most))
       if granted > 0 then
         a[i], b[i], c[i] = strategy.charge(policy, key, now, granted, a[i], b[i], c[i])
+      elseif rooms[i] < needed[i] and (mode == TAKE or mode == TAKE_AHEAD or mode == UP_TO) then
+        a[i], b[i], c[i], dirty[i] = after_denial(strategy, policy, a[i], b[i], c[i], dirty[i])
       end
     end
     rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
@@ -211,7 +236,11 @@ if not only_runs then
       if rooms[i] < needed[i] then
         wait = -1
         if needed[i] <= policy.capacity then
-          wait = policy.strategy.wait(policy, KEYS[key_at + i], now, needed[i], a[i], b[i], c[i])
+          local x, y, z = a[i], b[i], c[i]
+          if min(granting[i], most) > 0 then
+            x, y, z = as_written(policy, i)
+          end
+          wait = policy.strategy.wait(policy, KEYS[key_at + i], now, needed[i], x, y, z)
         end
       end
       local granted = decide(plan, i, most)

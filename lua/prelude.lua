@@ -7,7 +7,7 @@
 --   policy(capacity, ...)
 --       creates a policy for the other functions, with its `capacity` in units of cost. Further arguments
 --       of a strategy that refills: ticks per unit; ticks per refill; microseconds between refills, 0 if it
---       refills every microsecond. For a window, in microseconds: its period; its offset to the clock, -1 if
+--       refills every microsecond; the bytes that name the quota in a value. For a window, in microseconds: its period; its offset to the clock, -1 if
 --       the first charge starts a window; the width of a cell
 --   load(policy, key, now, value)
 --       the state at `now`: up to three values, then whether it must be saved even if nothing is charged,
@@ -18,6 +18,9 @@
 --       microseconds until a cost that does not pass now would pass
 --   charge(policy, key, now, cost, ...)
 --       the state after charging a cost
+--   written(policy, now, ...), denied(policy, now, ...)
+--       of a strategy whose values name their quota: the state as if this quota had written it; the state that a denied
+--       take saves, or nil
 --   refund(policy, key, now, cost, of, ...)
 --       the deducted units, where a part of a unit counts as one, and the new state. The cost is a part of the charge that `of` describes: its cost; its age; the `reset` of its answer;
 --       whether it is a turn

@@ -12,7 +12,7 @@ use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::store::{
     AnyStore, Store, StoreConfig, StoreError, StoreKind, StoredCount,
 };
-use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore};
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore};
 
 use crate::args::Args;
 use crate::callers::{CallerArg, CallerId, log_digits, split_dry_run};
@@ -233,12 +233,16 @@ impl Counts {
                     .collect();
                 known.sort_by_key(|policy| policy.quota().limit());
                 known.dedup_by_key(|policy| policy.quota());
-                let policy = match known[..] {
-                    [] if self.only_these => continue,
-                    [] => count.bucket(),
-                    [.., largest] => Some(largest.clone()),
+                let bucket = count.bucket();
+                let is_bucket = bucket.is_some();
+                let policy = match (&known[..], bucket) {
+                    ([], _) if self.only_these => continue,
+                    // Its value names the quota that wrote it; the settings may write that differently.
+                    (_, Some(bucket)) => Some(known_as(&known, bucket)),
+                    ([], None) => None,
+                    ([.., largest], None) => Some((*largest).clone()),
                 };
-                if known.len() > 1 {
+                if known.len() > 1 && !is_bucket {
                     several.entry(kind_of(&count)).or_insert_with(|| {
                         known
                             .iter()
@@ -460,6 +464,17 @@ impl FoundCounts {
     }
 }
 
+/// Returns the policy of the settings that decides as this bucket does, or the bucket.
+fn known_as(known: &[&Policy], bucket: Policy) -> Policy {
+    let is_same = |policy: &&&Policy| {
+        let [one, other] = [policy.quota(), bucket.quota()];
+        let parts = |one: Quota, other: Quota| u128::from(one.limit()) * other.period().as_micros();
+        one.capacity() == other.capacity() && parts(one, other) == parts(other, one)
+    };
+    let same = known.iter().find(is_same).map(|policy| (*policy).clone());
+    same.unwrap_or(bucket)
+}
+
 fn kind_of(count: &StoredCount) -> CountKind {
     (count.policy.clone(), count.strategy, count.span.clone())
 }
@@ -473,6 +488,7 @@ fn policy_names(rows: &[Row]) -> Vec<String> {
     }
     let name = |row: &Row| match kinds[row.policy.as_str()].len() {
         1 => row.policy.clone(),
+        _ if row.span.is_empty() => format!("{} {}", row.policy, row.strategy),
         _ => format!("{} {} {}", row.policy, row.strategy, row.span),
     };
     rows.iter().map(name).collect()

@@ -315,8 +315,7 @@ impl Notifier {
     }
 
     /// Reports, once, if another layer or limiter over the same store counts by these policies with another
-    /// limit. Buckets of two quotas are two counts, so each of their layers keeps its limit.
-    /// Windows, logs and requests in flight share one count.
+    /// limit, so that each uses up the limit of the other.
     #[inline]
     pub(crate) fn shared_count(
         &self,

@@ -206,7 +206,7 @@ fn key_of(policy: &Policy) -> Box<str> {
 const SEPARATOR: char = ':';
 
 /// The first byte: the version of the format.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 struct Writer(Vec<u8>);
 

@@ -44,7 +44,7 @@ pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{PolicyKind, is_name};
 #[cfg(test)]
 pub(crate) use span::examples as span_examples;
-pub(crate) use strategy::{Frees, Snapshot, State, strategies};
+pub(crate) use strategy::{Frees, Snapshot, State, Writer, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, any_quota, most_spent, room, vary};
 pub(crate) use words::words;

@@ -18,11 +18,17 @@ use crate::error::ConfigError;
 ///   [`SlidingWindow`](Strategy::SlidingWindow) and [`SlidingCounter`](Strategy::SlidingCounter),
 ///   the span is the period, with the alignment or the cells. Two policies that differ only in the
 ///   limit share a count, and each compares it with its own limit.
-/// - For the buckets [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
-///   [`LeakyBucket`](Strategy::LeakyBucket), the span is the whole quota.
+/// - The buckets [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
+///   [`LeakyBucket`](Strategy::LeakyBucket) have no span: another quota continues the count. A token
+///   bucket that refills by the interval is a separate count.
 ///
-/// Policies of different spans count independently, for example while a rolling deploy changes a
-/// quota: a caller of both gets at most their sum. Limits that apply together in one check, such as
+/// A bucket's count keeps the units that were used under another quota, as they have drained since
+/// at its rate. All quotas that are used under one name, for example while a rolling deploy changes
+/// it, together grant at most what the largest burst and the fastest rate of them give; two refills
+/// more if the bucket refills by the interval. After a change to a faster quota, a denied caller
+/// waits at the new rate. After a change to a slower one, the old rate drains the old grants.
+///
+/// Policies of different spans count independently. Limits that apply together in one check, such as
 /// one per minute and one per hour, need different names. A clone is the same policy.
 ///
 /// With the feature `serde`, a policy is a table: `{ name = "api", strategy = "gcra", quota =
@@ -229,6 +235,9 @@ impl Policy {
     pub(crate) fn of_pauses(mut self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.is_pause = true;
+            // A debt under another maximum would be another time.
+            inner.span = span::of_pause(inner.quota).into();
+            inner.id = count_id(&inner.name, inner.kind, &inner.span);
         }
         self
     }
@@ -249,8 +258,7 @@ impl Policy {
 
     fn with_params(name: &str, kind: PolicyKind, quota: Quota, params: Params) -> Self {
         let span = span::of(kind, quota).into_boxed_str();
-        let mut hasher = DefaultHasher::new();
-        (name, kind.letter(), &span).hash(&mut hasher);
+        let id = count_id(name, kind, &span);
         Self(Arc::new(SharedPolicy {
             name: name.into(),
             kind,
@@ -260,7 +268,7 @@ impl Policy {
             whole: None,
             is_pause: false,
             span,
-            id: hasher.finish(),
+            id,
         }))
     }
 
@@ -314,7 +322,8 @@ impl Policy {
     ) -> Result<Self, ConfigError> {
         let mut share = self.with_quota(quota)?;
         if let Some(inner) = Arc::get_mut(&mut share.0) {
-            inner.params = inner.params.share_of(self.params(), instances);
+            let share = inner.params.share_of(self.params(), instances);
+            inner.params = share.part_of(self.params());
             inner.span = self.0.span.clone();
             inner.id = self.0.id;
             inner.whole = Some(self.clone());
@@ -349,7 +358,7 @@ impl Policy {
     }
 
     /// Returns the policy that this is a share of, or itself.
-    pub(super) fn whole(&self) -> &Self {
+    pub(crate) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)
     }
 
@@ -376,6 +385,13 @@ impl Policy {
     pub(super) fn hash_into(&self, hasher: &mut impl Hasher) {
         (self.id(), self.kind(), self.quota(), self.0.lease).hash(hasher);
     }
+}
+
+/// Returns the identity of a count within this process.
+fn count_id(name: &str, kind: PolicyKind, span: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (name, kind.letter(), span).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// Returns an error if a quota cannot be [leased](Policy::leased) for this time.

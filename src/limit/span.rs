@@ -6,18 +6,20 @@
 //! | [`FixedWindow`](Strategy::FixedWindow) | period and alignment | `1m`, `1d+22h`, `1m+hit` |
 //! | [`SlidingLog`](Strategy::SlidingLog), [`SlidingCounter`](Strategy::SlidingCounter) | period | `15m` |
 //! | [`SlidingWindow`](Strategy::SlidingWindow) | period and number of cells | `1m/10` |
-//! | [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket), [`TokenBucket`](Strategy::TokenBucket) | whole quota, and `i` for a refill by the interval | `100/s`, `100/s+200`, `100/s,i` |
+//! | [`TokenBucket`](Strategy::TokenBucket), refilled by the interval | `i` | `i` |
+//! | [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket), other [`TokenBucket`](Strategy::TokenBucket) | none | |
+//! | a pause | its quota | `2147483648/m` |
 //! | requests in flight | none | |
 //!
-//! The limit of a window is not part of its span, so that the count continues if the limit changes.
-//! A bucket's level has a meaning only under the bucket's own quota.
+//! The limit of a window is not part of its span, so that the count continues if the limit changes. That of a bucket
+//! continues under any quota: its value names the quota.
 
 use super::{Align, PolicyKind, Quota, Refill, Strategy, duration};
 
 const FIRST_HIT: &str = "hit";
-const INTERVAL: &str = ",i";
+const INTERVAL: &str = "i";
 
-/// Returns the span of a policy's count; empty for requests in flight.
+/// Returns the span of a policy's count; empty for requests in flight and for gradual buckets.
 pub(super) fn of(kind: PolicyKind, quota: Quota) -> String {
     let PolicyKind::Rate(strategy) = kind else {
         return String::new();
@@ -31,20 +33,16 @@ pub(super) fn of(kind: PolicyKind, quota: Quota) -> String {
         }
         Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
         Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
-        Strategy::TokenBucket(Refill::Interval) => bucket(quota) + INTERVAL,
+        Strategy::TokenBucket(Refill::Interval) => INTERVAL.to_owned(),
         Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => {
-            bucket(quota)
+            String::new()
         }
     }
 }
 
-fn bucket(quota: Quota) -> String {
-    let rate = Quota::per(quota.limit(), quota.period());
-    if quota.capacity() == quota.limit() {
-        rate.to_string()
-    } else {
-        format!("{rate}+{}", quota.capacity())
-    }
+/// Returns the span of a pause: its level is a time under its own quota only.
+pub(super) fn of_pause(quota: Quota) -> String {
+    quota.to_string()
 }
 
 /// A strategy, a quota, and their span.
@@ -62,14 +60,10 @@ pub(crate) fn examples() -> [(Strategy, &'static str, &'static str); 10] {
         (Strategy::SlidingLog, "5/15m", "15m"),
         (Strategy::SlidingCounter, "5/60m", "1h"),
         (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
-        (Strategy::TokenBucket(Refill::Greedy), "5/m", "5/m"),
-        (
-            Strategy::TokenBucket(Refill::Interval),
-            "5/m burst 7",
-            "5/m+7,i",
-        ),
-        (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
-        (Strategy::Gcra, "100/s burst 200", "100/s+200"),
+        (Strategy::TokenBucket(Refill::Greedy), "5/m", ""),
+        (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "i"),
+        (Strategy::LeakyBucket, "1000/h burst 1000", ""),
+        (Strategy::Gcra, "100/s burst 200", ""),
     ]
 }
 

@@ -7,7 +7,7 @@
 //!
 //! Left out: turns taken ahead, which `limit/strategy/tests/turns.rs` covers; refunds of charges made
 //! before a reset, and refunds that name no charge, which may be deducted from other charges; clocks
-//! that go back; and quotas that change.
+//! that go back; and quotas that change, which `limit/strategy/tests/changes.rs` covers.
 //!
 //! `MODEL_CHECKS=1000000 cargo test --lib definitions` runs more checks, and `MODEL_SEED=17` one seed.
 
@@ -690,4 +690,65 @@ fn stores_decide_as_the_docs_define() {
     } = coverage;
     let least = denied.min(repeated).min(refunded).min(in_part);
     assert!(is_one || least > checks / 500, "{coverage:?}");
+}
+
+/// Several quotas of one name: both stores of this process keep the same counts.
+#[test]
+fn stores_agree_on_changed_quotas() {
+    let mut refunded = 0;
+    for seed in 0..2_000 {
+        let mut rng = Rng::with_seed(seed);
+        let strategy = *rng.choice(Strategy::ALL).unwrap();
+        let quotas: Vec<Policies> = (0..3)
+            .map(|_| {
+                let quota = quota(&mut rng, strategy);
+                Policy::new("p", strategy, quota).unwrap().into()
+            })
+            .collect();
+        let local = LocalStore::default();
+        let mut counts = Counts::default();
+        let key = Key::new(seed.to_string());
+        let mut now = START;
+        let mut open: Vec<Decision> = vec![];
+        let mut times = vec![1];
+        for _ in 0..60 {
+            let policies = rng.choice(&quotas).unwrap();
+            let cost = rng.u32(0..=policies[0].quota().capacity());
+            let check = match rng.u8(..8) {
+                0 if !open.is_empty() => {
+                    let granted = open.swap_remove(rng.usize(..open.len()));
+                    let part = rng.u32(1..=granted.granted());
+                    match granted.refund(key, part, Duration::ZERO).next() {
+                        Some(refund) => refund,
+                        None => continue,
+                    }
+                }
+                1 => Check::peek(key, policies, cost),
+                2 => Check::up_to(key, policies, cost),
+                3 => Check::charge(key, policies, cost),
+                4 => Check::take_ahead(key, policies, cost, Duration::from_secs(5)),
+                _ => Check::take(key, policies, cost),
+            };
+            let verdicts = local.verdicts(&check, || now);
+            let mode = check.mode();
+            let time = SystemTime::UNIX_EPOCH + Duration::from_micros(now as u64);
+            let counted = counts.decide(&check, time, Source::Local);
+            let decision = check.answer(verdicts, Source::Local);
+            assert_eq!(counted, decision, "seed {seed}: {quotas:?}");
+            times.push(decision.reset_after().as_micros() as i64 + 1);
+            if mode == Mode::Refund {
+                refunded += decision.granted();
+            } else if decision.granted() > 0 {
+                open.push(decision);
+            }
+            now += match rng.u8(..4) {
+                0 => 0,
+                1 => *rng.choice(&times).unwrap(),
+                _ => rng.i64(0..=times[times.len() - 1] / 4),
+            };
+            let bytes = counts.to_bytes();
+            counts = Counts::from_bytes(&bytes).unwrap();
+        }
+    }
+    assert!(refunded > 5_000, "{refunded}");
 }

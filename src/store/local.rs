@@ -12,7 +12,7 @@ use super::{Answer, Backend, Hooks, Store, Waiters};
 use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
-    Verdicts,
+    Verdicts, Writer,
 };
 use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, bounded_map, lock};
 
@@ -79,11 +79,11 @@ struct CountShard {
 /// The state of one caller under one policy.
 enum LocalCount {
     Counted(State),
-    /// Counted by another store: at the time `seen`, `remaining` of `capacity` was left there; all
-    /// of it at `until`.
+    /// Counted by another store: at the time `seen`, `remaining` of the capacity was left there under this
+    /// quota; all of it at `until`.
     Warmed {
-        remaining: i64,
-        capacity: i64,
+        remaining: u32,
+        writer: Writer,
         until: i64,
         seen: i64,
     },
@@ -105,6 +105,12 @@ impl Ranked for Answered {
 /// Ranks a key by the share of its limit that is used, then by the time at which it is fresh again.
 fn hold_of(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     Hold::new(verdict.used(policy), now + verdict.reset)
+}
+
+/// Ranks a counted key, which may have to be kept for longer than this policy needs it.
+fn hold_counted(state: &State, verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
+    let kept_until = state.kept_until(policy.params(), now);
+    Hold::new(verdict.used(policy), kept_until.max(now + verdict.reset))
 }
 
 /// Maximum time until a state of this policy is fresh again, even in full debt, in microseconds.
@@ -150,21 +156,24 @@ impl LocalCount {
             Self::Warmed { until, .. } if until <= now => State::fresh(policy.kind()),
             Self::Warmed {
                 remaining,
-                capacity,
+                writer,
                 until,
                 ..
             } => {
                 let ours = policy.params().capacity;
-                // Scale the remaining units to this instance's capacity. Round down, so that the
-                // parts of all instances do not exceed the whole.
-                let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
-                let used = ours - (left as i64).clamp(0, ours);
-                State::resume(
-                    policy.kind(),
-                    policy.params(),
-                    now,
-                    Snapshot { used, until },
-                )
+                let whole = policy.whole().params().capacity.max(1);
+                let capacity = writer.numbers().map_or(whole, |[.., capacity]| capacity);
+                let used = (capacity - i64::from(remaining)).max(0);
+                // Scale the used units to this instance's share. Round up, so that the parts of
+                // all instances do not exceed the whole.
+                let part = (i128::from(used) * i128::from(ours) + i128::from(whole) - 1)
+                    / i128::from(whole);
+                let snapshot = Snapshot {
+                    used: part as i64,
+                    until,
+                    writer,
+                };
+                State::resume(policy.kind(), policy.params(), now, snapshot)
             }
         }
     }
@@ -182,7 +191,7 @@ impl LocalCount {
             } => {
                 let is_recent = seen > now - MOMENT;
                 let counts = until > now;
-                least < remaining && is_recent && counts
+                i64::from(least) < remaining && is_recent && counts
             }
         }
     }
@@ -333,11 +342,12 @@ impl CountShard {
         let decided = states.into_iter().zip(&verdicts.each);
         let found = check.policies().iter().zip(places);
         for ((state, verdict), (policy, place)) in decided.zip(found) {
+            let hold = hold_counted(&state, verdict, policy, now);
             let slot = MapSlot {
                 value: LocalCount::Counted(state),
-                hold: hold_of(verdict, policy, now),
+                hold,
             };
-            let is_fresh = verdict.reset <= 0;
+            let is_fresh = hold.expires_at() <= now;
             match self.state_at(place) {
                 Some(existing) if !is_fresh => *existing = slot,
                 _ => others.push((policy, slot)),
@@ -363,8 +373,8 @@ impl CountShard {
             }) => {
                 let verdicts = check.decide(slice::from_mut(state), now);
                 if changes(check, &verdicts) {
-                    *hold = hold_of(verdicts.first(), policy, now);
-                    if verdicts.first().reset <= 0 {
+                    *hold = hold_counted(state, verdicts.first(), policy, now);
+                    if hold.expires_at() <= now {
                         self.states.remove(count);
                     }
                 }
@@ -375,7 +385,7 @@ impl CountShard {
         };
         let verdicts = check.decide(slice::from_mut(&mut state), now);
         if changes(check, &verdicts) {
-            let hold = hold_of(verdicts.first(), policy, now);
+            let hold = hold_counted(&state, verdicts.first(), policy, now);
             self.states
                 .put(count, LocalCount::Counted(state), hold, now);
         }
@@ -404,8 +414,8 @@ impl CountShard {
                 continue;
             }
             let followed = LocalCount::Warmed {
-                remaining: verdict.remaining,
-                capacity: policy.params().capacity,
+                remaining: u32::try_from(verdict.remaining).unwrap_or(u32::MAX),
+                writer: policy.params().writer,
                 until: now + verdict.reset,
                 seen: now,
             };
@@ -460,5 +470,19 @@ mod tests {
             ask(&here, Check::up_to(Key::GLOBAL, &policies, 4)).granted(),
             1
         );
+    }
+
+    /// Another quota continues the units that the other store has counted, and drains them at its rate.
+    #[tokio::test(start_paused = true)]
+    async fn continues_the_units_of_another_quota() {
+        for strategy in Strategy::ALL {
+            let (there, here) = (LocalStore::default(), LocalStore::default());
+            let [old, new] = ["100/d", "40/d"]
+                .map(|quota| Policies::from(Policy::new("test", *strategy, quota).unwrap()));
+            let used = ask(&there, Check::take(Key::GLOBAL, &old, 30));
+            here.backend().warm(&Key::GLOBAL, &used);
+            let left = ask(&here, Check::up_to(Key::GLOBAL, &new, 100)).granted();
+            assert_eq!(left, 10, "{strategy}");
+        }
     }
 }

@@ -109,4 +109,18 @@ mod tests {
         drop(store.list_layer(window("a", "5/m").into()));
         assert!(store.list_layer(window("a", "6/m").into()).1.is_none());
     }
+
+    /// Another quota of a bucket continues its count, so two layers limit each other.
+    #[test]
+    fn two_quotas_of_a_bucket_are_reported() {
+        let store = Waiters::default();
+        let bucket = |strategy, quota: &str| Policy::new("a", strategy, quota).unwrap();
+        let (one, other) = store.list_layer(bucket(Strategy::Gcra, "100/s").into());
+        assert!(other.is_none());
+        let (two, other) = store.list_layer(bucket(Strategy::Gcra, "2/s").into());
+        assert!(other.is_some());
+        let (three, other) = store.list_layer(bucket(Strategy::LeakyBucket, "2/s").into());
+        assert!(other.is_none(), "another strategy is another count");
+        drop((one, two, three));
+    }
 }

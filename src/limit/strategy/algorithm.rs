@@ -1,4 +1,4 @@
-use super::{Frees, Params, Strategy};
+use super::{Frees, Params, Strategy, Writer};
 use crate::error::ConfigError;
 use crate::limit::{PolicyCharge, Quota};
 
@@ -43,6 +43,15 @@ pub(crate) trait Algorithm: Default {
     /// Returns the time until `cost` would be allowed, if it is denied now. `cost` is at most the
     /// capacity.
     fn wait(&self, params: &Params, now: i64, cost: i64, registers: Registers) -> i64;
+    /// Returns the registers as if this quota had written the state, as it does when it charges
+    /// something.
+    fn written(_: &Params, _now: i64, registers: Registers) -> Registers {
+        registers
+    }
+    /// Returns the registers that a denied take saves. `None` unless its quota is faster.
+    fn denied(_: &Params, _now: i64, _: Registers) -> Option<Registers> {
+        None
+    }
     /// Charges `cost`, even beyond the limit.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get
@@ -58,9 +67,18 @@ pub(crate) trait Algorithm: Default {
     ) -> Refunded;
     /// Returns the time until the state equals a fresh one in every respect. The key expires then,
     /// and a [refund](Self::refund) recognizes its charge by it.
-    fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
+    fn reset_after(&self, params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, params: &Params, now: i64, cost: i64, registers: Registers);
+    /// Returns `true` unless another quota wrote the state, so that it counts in other terms.
+    fn is_of(&self, _: &Params) -> bool {
+        true
+    }
+    /// Returns the time in microseconds until which the state matters, although it may look fresh
+    /// earlier under this quota.
+    fn kept_until(&self, _: &Params, _now: i64) -> i64 {
+        0
+    }
     /// Creates a state that continues the count of another store, and counts at least as much as
     /// that store did. If the policy is an instance's share, `used` is a share too, rounded up, so
     /// it does not show whether the whole is used up.
@@ -81,6 +99,8 @@ pub(crate) struct Snapshot {
     pub(crate) used: i64,
     /// When it is fully unused again, in microseconds.
     pub(crate) until: i64,
+    /// The quota under which it was counted.
+    pub(crate) writer: Writer,
 }
 
 /// A loaded state: up to three numbers, as in the Lua halves.

@@ -186,6 +186,7 @@ impl Ask<'_> {
         } else {
             return false;
         };
+        let registers = T::written(params, self.now, registers);
         self.cost <= params.capacity && state.wait(params, self.now, self.cost, registers) <= within
     }
 
@@ -204,21 +205,24 @@ impl Ask<'_> {
         let &Self { mode, now, .. } = self;
         let Preview {
             mut registers,
-            dirty,
+            mut dirty,
             mut room,
             needs,
             grants,
             ..
         } = self.preview(state, params);
+        // A check that another policy denies has a negative `max`.
+        let mut granted = grants.min(max);
         let wait = if room >= needs {
             0
         } else if needs > params.capacity {
             Verdict::NEVER
+        } else if granted > 0 {
+            // A turn: its charge drains at the rate of this quota.
+            state.wait(params, now, needs, T::written(params, now, registers))
         } else {
             state.wait(params, now, needs, registers)
         };
-        // A check that another policy denies has a negative `max`.
-        let mut granted = grants.min(max);
         match mode {
             Mode::Reset => {
                 *state = T::default();
@@ -243,9 +247,16 @@ impl Ask<'_> {
                 // A charge reduces the room by exactly its cost.
                 room -= granted;
             }
+            Mode::Take | Mode::TakeAhead | Mode::UpTo if room < needs => {
+                granted = 0;
+                if let Some(denied) = T::denied(params, now, registers) {
+                    registers = denied;
+                    dirty = true;
+                }
+            }
             _ => granted = 0,
         }
-        let reset = T::reset_after(params, now, registers);
+        let reset = state.reset_after(params, now, registers);
         let charged = if mode == Mode::Refund {
             -granted
         } else {
@@ -292,6 +303,33 @@ macro_rules! states {
                 }
             }
 
+            /// See [`Algorithm::is_of`].
+            pub(crate) fn is_of(&self, params: &Params) -> bool {
+                match self {
+                    $(Self::$variant(state) => Algorithm::is_of(state, params),)*
+                    Self::InFlight(_) => true,
+                }
+            }
+
+            /// See [`Algorithm::kept_until`].
+            pub(crate) fn kept_until(&self, params: &Params, now: i64) -> i64 {
+                match self {
+                    $(Self::$variant(state) => state.kept_until(params, now),)*
+                    Self::InFlight(_) => 0,
+                }
+            }
+
+            /// Makes the policy the quota that wrote the state, as a grant would.
+            pub(crate) fn rewrite(&mut self, params: &Params, now: i64) {
+                match self {
+                    $(Self::$variant(state) => {
+                        let (registers, _) = state.load(params, now);
+                        state.save(params, now, 0, <super::$variant as Algorithm>::written(params, now, registers));
+                    })*
+                    Self::InFlight(_) => {}
+                }
+            }
+
             /// Returns the state as numbers: see [`Algorithm::to_numbers`].
             pub(in crate::limit) fn to_numbers(&self) -> Vec<i64> {
                 match self {
@@ -333,15 +371,18 @@ strategies!(states);
 
 impl State {
     /// The state of a policy that refills gradually, by its level in ticks at a time. `None` for any other policy.
-    pub(crate) fn of_level(kind: PolicyKind, at: i64, level: i64) -> Option<Self> {
-        match kind {
-            PolicyKind::Rate(Strategy::TokenBucket(Refill::Greedy)) => {
-                Some(Self::TokenBucket(super::TokenBucket::new(at, level)))
+    pub(crate) fn of_level(policy: &Policy, at: i64, level: i64) -> Option<Self> {
+        let writer = policy.params().writer;
+        match policy.kind() {
+            PolicyKind::Rate(Strategy::TokenBucket(Refill::Greedy)) => Some(Self::TokenBucket(
+                super::TokenBucket::new(at, level, writer),
+            )),
+            PolicyKind::Rate(Strategy::LeakyBucket) => Some(Self::LeakyBucket(
+                super::LeakyBucket::new(at, level, writer),
+            )),
+            PolicyKind::Rate(Strategy::Gcra) => {
+                Some(Self::Gcra(super::Gcra::new(at, level, writer)))
             }
-            PolicyKind::Rate(Strategy::LeakyBucket) => {
-                Some(Self::LeakyBucket(super::LeakyBucket::new(at, level)))
-            }
-            PolicyKind::Rate(Strategy::Gcra) => Some(Self::Gcra(super::Gcra::new(at, level))),
             _ => None,
         }
     }

@@ -141,7 +141,7 @@ impl Algorithm for State {
         ([start, (count - cost).max(0), 0], cost.min(count))
     }
 
-    fn reset_after(params: &Params, now: i64, [start, count, _]: Registers) -> i64 {
+    fn reset_after(&self, params: &Params, now: i64, [start, count, _]: Registers) -> i64 {
         if count == 0 {
             0
         } else {
@@ -153,7 +153,7 @@ impl Algorithm for State {
         *self = Self { start, count };
     }
 
-    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until, .. }: Snapshot) -> Self {
         let start = match params.offset {
             Some(_) => window_start(params, now),
             None => until - params.period,

@@ -65,25 +65,78 @@
 //! does show it, by its end.)
 //!
 //! A meter that drains after each period has `a` in periods: see [`drains_since`](Meter::drains_since).
+//!
+//! # Changed quotas
+//!
+//! A value names the quota that wrote it, its [`Writer`]. Another quota finds the used units as they have drained since at the
+//! writer's rate, converts them to its own ticks, and decides on them. None of them is dropped because its burst is
+//! smaller. It becomes the writer
+//!
+//! - with a grant;
+//! - with a denied take, if its rate is faster: else a caller who was raised from `1/d` would wait for a day.
+//!
+//! A denied take of a slower quota changes nothing: else a caller who was lowered to `1/d` would wait for a day for each used
+//! unit. Until a quota is the writer, it reports times at the faster of both rates.
+//!
+//! **Bound.** The level never drains faster than at the fastest rate of the quotas, and a grant leaves no more used units than
+//! its own burst. So all quotas under one name together grant at most what the largest burst and the fastest rate give.
+//! Under a bucket by the interval, a started interval counts for the next quota: two refills more.
+//!
+//! **Rounding.** A converted level is rounded up, by less than a millionth of a unit and one tick.
+//!
+//! **Refunds.** While the writer has not changed, a refund is as below. Afterwards, a charge counts as drained at the fastest
+//! rate that has written the value since, or at its own. So a changed value remembers the fastest rate of its earlier
+//! writers until their charges have drained. A bucket by the interval remembers the time of the change, and
+//! nothing from before it is refunded.
 
 use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
-use super::{Frees, Params, Refill, Snapshot, Strategy};
+use super::params::MAX_TICKS;
+use super::{Frees, Params, Refill, Snapshot, Strategy, Writer};
 use crate::limit::PolicyCharge;
 
 /// Precision of the end of a turn, in microseconds: its reset and its age are rounded.
 const ROUNDING: i64 = 3;
 
+/// The third register: this quota wrote the level, or will when it is saved.
+const OWN: i64 = 0;
+/// Another quota wrote the level, and drains it at least as fast as this one would.
+const SLOWER: i64 = 1;
+/// Another quota wrote the level, and drains it more slowly than this one would.
+const FASTER: i64 = 2;
+
 /// A separate type for each strategy, identified by its letter: shared functions would not be inlined, and a take would
 /// execute 5 % more instructions.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Meter<const LETTER: char> {
     /// The time since which it drains.
     at: i64,
-    /// The level at that time, in ticks.
+    /// The level at that time, in ticks of the writer.
     level: i64,
+    /// The [code](Writer::code) of the quota that wrote the level; 0 before the first charge.
+    writer: u64,
+    /// Boxed, so that a state is no larger than other strategies'.
+    rare: Option<Box<Rare>>,
 }
 
-/// Registers: the current level in ticks, and the time since which the meter drains.
+/// The rare parts of a meter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Rare {
+    /// The [rest](Writer::rest) of the writer.
+    rest: u64,
+    changed: Option<Changed>,
+}
+
+/// The earlier writers of a level, while their charges can be refunded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Changed {
+    /// The bits of a double: the fastest rate of the earlier writers. Under a meter that drains after each period, the time
+    /// of the last change.
+    mark: u64,
+    /// The time at which everything that they had charged has drained.
+    until: i64,
+}
+
+/// Registers: the current level in ticks, the time since which the meter drains, and whether this quota wrote the level.
 impl<const LETTER: char> Algorithm for Meter<LETTER> {
     fn frees(strategy: Strategy) -> Frees {
         if strategy == Strategy::TokenBucket(Refill::Interval) {
@@ -107,8 +160,240 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        // After the clock went back, the level starts to drain now.
         let is_future = self.at > now;
+        if self.level == 0 {
+            return ([0, now, OWN], is_future);
+        }
+        if !self.is_of(params) {
+            return (self.load_changed(params, now), is_future);
+        }
+        let (level, at) = self.drained(params, now);
+        ([level, at, OWN], is_future)
+    }
+
+    fn room(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
+        (params.full - level).div_euclid(params.interval)
+    }
+
+    fn wait(&self, params: &Params, now: i64, cost: i64, [level, at, by]: Registers) -> i64 {
+        if by == SLOWER {
+            return self.writers_wait(params, now, params.capacity - cost);
+        }
+        let over = level + cost * params.interval - params.full;
+        Self::drains_in(params, now, over, at)
+    }
+
+    fn written(params: &Params, now: i64, [level, at, by]: Registers) -> Registers {
+        if by == OWN || !Self::in_batches(params) {
+            return [level, at, OWN];
+        }
+        // A started interval counts for one refill at most, which is due after this check.
+        [level, at.max(now - params.period + 1), OWN]
+    }
+
+    fn denied(params: &Params, now: i64, registers: Registers) -> Option<Registers> {
+        let [level, _, by] = registers;
+        // A higher level would be lowered when it is loaded.
+        let is_exact = level <= params.deepest;
+        (by == FASTER && is_exact).then(|| Self::written(params, now, registers))
+    }
+
+    fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers {
+        let [level, at, _] = Self::written(params, now, registers);
+        [level + cost * params.interval, at, OWN]
+    }
+
+    fn refund(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PolicyCharge,
+        [level, at, by]: Registers,
+    ) -> Refunded {
+        // Under another policy, the charge may count for longer.
+        if of.left() <= 0 {
+            return ([level, at, by], 0);
+        }
+        // No grant is larger, and the products of larger ones might exceed 2^53.
+        let most = 2 * params.capacity;
+        let part = cost.min(most) * params.interval;
+        let charge = of.cost.min(most) * params.interval;
+        let is_turn = of.is_turn && !Self::in_batches(params);
+        let changed = self.changed(now);
+        let has_changed = by != OWN || changed.is_some();
+        let left = if is_turn && !has_changed && Self::is_last(params, of, level) {
+            part
+        } else if is_turn && level > params.full {
+            // Later turns are not due yet. Not even a part is refunded: new turns would be due at the same times.
+            0
+        } else {
+            let drained = if has_changed {
+                self.drained_by_any(params, now, of, [level, at, by])
+            } else {
+                Self::drains_since(params, now, of, at) * params.ticks
+            };
+            (charge - drained).clamp(0, part)
+        };
+        let refunded = left.min(level);
+        let units = div_ceil(refunded, params.interval);
+        if by == OWN || refunded == 0 {
+            return ([level - refunded, at, by], units);
+        }
+        // The writer stays, and the level is in its ticks.
+        self.refund_to_writer(params, now, level - refunded);
+        let [level, at, _] = self.load(params, now).0;
+        ([level, at, by], units)
+    }
+
+    fn reset_after(&self, params: &Params, now: i64, [level, at, by]: Registers) -> i64 {
+        if by == SLOWER {
+            return self.writers_wait(params, now, 0);
+        }
+        Self::drains_in(params, now, level, at)
+    }
+
+    fn save(&mut self, params: &Params, now: i64, _cost: i64, [level, at, by]: Registers) {
+        if by != OWN {
+            // Refunded already, or from a clock that is ahead.
+            let writer = self.writer_params(params);
+            (self.level, self.at) = self.drained(&writer, now);
+            return;
+        }
+        if !self.is_of(params) {
+            self.change_writer(params, now);
+        }
+        self.level = level;
+        self.at = at;
+    }
+
+    fn is_of(&self, params: &Params) -> bool {
+        let Writer { code, rest } = params.writer;
+        self.writer == code && (rest == 0 || self.rest() == rest)
+    }
+
+    fn kept_until(&self, params: &Params, now: i64) -> i64 {
+        let until = self.changed(now).map_or(0, |changed| changed.until);
+        if self.is_of(params) {
+            return until;
+        }
+        until.max(now + self.writers_wait(params, now, 0))
+    }
+
+    fn resume(params: &Params, now: i64, snapshot: Snapshot) -> Self {
+        let Snapshot {
+            used,
+            until,
+            writer,
+        } = snapshot;
+        if Self::in_batches(params) {
+            // The meter must be empty at `until`, after whole periods. If the level needs more periods than are left
+            // until then, as it may for a share of a quota, it is empty later; no period has ended yet.
+            let level = used * params.interval;
+            let periods = div_ceil(level, params.ticks).min(div_ceil(until - now, params.period));
+            return Self::new(until - periods * params.period, level, params.writer);
+        }
+        let other = if writer == params.writer {
+            None
+        } else {
+            Params::of_writer(writer, params.frees)
+        };
+        let (params, writer) = match &other {
+            // The time means other units under the quota that was followed.
+            Some(other) => (other, writer),
+            None => (params, params.writer),
+        };
+        let level = (until - now).clamp(0, params.furthest) * params.ticks;
+        Self::new(now, level, writer)
+    }
+
+    fn to_numbers(&self) -> Vec<i64> {
+        let rest = self.rest();
+        let mut numbers = vec![self.at, self.level];
+        for bits in [self.writer, rest] {
+            numbers.extend(halves(bits));
+        }
+        if let Some(changed) = self.rare.as_ref().and_then(|rare| rare.changed) {
+            numbers.extend(halves(changed.mark));
+            numbers.push(changed.until);
+        }
+        numbers
+    }
+
+    fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let (&[at, level, code_low, code_high, rest_low, rest_high], changed) =
+            numbers.split_first_chunk()?;
+        let writer = Writer {
+            code: joined(code_low, code_high)?,
+            rest: joined(rest_low, rest_high)?,
+        };
+        let changed = match *changed {
+            [] => None,
+            [low, high, until] => Some(Changed {
+                mark: joined(low, high)?,
+                until,
+            }),
+            _ => return None,
+        };
+        if level > 0 {
+            Params::of_writer(writer, Frees::Gradually)?;
+        }
+        let mut meter = Self::new(at, level, writer);
+        meter.set_rare(writer.rest, changed);
+        Some(meter)
+    }
+}
+
+impl<const LETTER: char> Meter<LETTER> {
+    /// Creates a meter with this level in ticks of the writer at time `at`.
+    pub(crate) fn new(at: i64, level: i64, writer: Writer) -> Self {
+        let mut meter = Self {
+            at,
+            level,
+            writer: writer.code,
+            rare: None,
+        };
+        meter.set_rare(writer.rest, None);
+        meter
+    }
+
+    fn set_rare(&mut self, rest: u64, changed: Option<Changed>) {
+        self.rare = if rest == 0 && changed.is_none() {
+            None
+        } else {
+            Some(Box::new(Rare { rest, changed }))
+        };
+    }
+
+    /// Returns `true` if the meter drains after each period. For other strategies than the token bucket this is known
+    /// at compile time.
+    fn in_batches(params: &Params) -> bool {
+        LETTER == 't' && params.frees == Frees::InBatches
+    }
+
+    fn rest(&self) -> u64 {
+        self.rare.as_ref().map_or(0, |rare| rare.rest)
+    }
+
+    /// Returns the earlier writers, if their charges can still be refunded.
+    fn changed(&self, now: i64) -> Option<Changed> {
+        let changed = self.rare.as_ref()?.changed?;
+        (changed.until > now).then_some(changed)
+    }
+
+    /// Returns the numbers of the quota that wrote the level.
+    fn writer_params(&self, params: &Params) -> Params {
+        let writer = Writer {
+            code: self.writer,
+            rest: self.rest(),
+        };
+        // An invalid code is of an empty meter.
+        Params::of_writer(writer, params.frees).unwrap_or(*params)
+    }
+
+    /// Returns the level at `now`, and the time since which it drains, under the quota that wrote it.
+    fn drained(&self, params: &Params, now: i64) -> (i64, i64) {
+        // After the clock went back, the level starts to drain now.
         let since = self.at.min(now);
         let elapsed = now - since;
         let level = self.level.min(params.deepest);
@@ -121,114 +406,109 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
             )
         } else if elapsed >= params.furthest {
             // The product of a longer time might exceed 2^53.
-            return ([0, now, 0], false);
+            return (0, now);
         } else {
             (level - elapsed * params.ticks, now)
         };
         // An empty meter drains from its next charge on.
-        let registers = if level > 0 {
-            [level, at, 0]
-        } else {
-            [0, now, 0]
-        };
-        (registers, is_future)
+        if level > 0 { (level, at) } else { (0, now) }
     }
 
-    fn room(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
-        (params.full - level).div_euclid(params.interval)
+    /// Loads a level that another quota wrote.
+    #[cold]
+    fn load_changed(&self, params: &Params, now: i64) -> Registers {
+        let writer = self.writer_params(params);
+        let (level, at) = self.drained(&writer, now);
+        if level == 0 {
+            return [0, now, OWN];
+        }
+        let level = convert(level, writer.unit, params.unit);
+        if params.rate <= writer.rate {
+            return [level, at, SLOWER];
+        }
+        let [level, at, _] = Self::written(params, now, [level, at, FASTER]);
+        [level, at, FASTER]
     }
 
-    fn wait(&self, params: &Params, now: i64, cost: i64, [level, at, _]: Registers) -> i64 {
-        let over = level + cost * params.interval - params.full;
-        Self::drains_in(params, now, over, at)
+    /// Returns the microseconds until no more than these units are used, at the rate of the writer.
+    fn writers_wait(&self, params: &Params, now: i64, units: i64) -> i64 {
+        let writer = self.writer_params(params);
+        let (level, at) = self.drained(&writer, now);
+        // A share has fewer units in the same time.
+        let instances = (params.interval / params.unit).max(1);
+        let target = units.saturating_mul(writer.unit.saturating_mul(instances));
+        Self::drains_in(&writer, now, (level - target).max(0), at)
     }
 
-    fn charge(
-        &mut self,
-        params: &Params,
-        _now: i64,
-        cost: i64,
-        [level, at, _]: Registers,
-    ) -> Registers {
-        [level + cost * params.interval, at, 0]
-    }
-
-    fn refund(
-        &mut self,
+    /// Returns the ticks that have drained since a charge under this quota, at the fastest rate that may have drained them.
+    #[cold]
+    fn drained_by_any(
+        &self,
         params: &Params,
         now: i64,
-        cost: i64,
         of: &PolicyCharge,
-        [level, at, _]: Registers,
-    ) -> Refunded {
-        // Under another policy, the charge may count for longer.
-        if of.left() <= 0 {
-            return ([level, at, 0], 0);
-        }
-        // No grant is larger, and the products of larger ones might exceed 2^53.
-        let most = 2 * params.capacity;
-        let part = cost.min(most) * params.interval;
-        let charge = of.cost.min(most) * params.interval;
-        let is_turn = of.is_turn && !Self::in_batches(params);
-        let left = if is_turn && Self::is_last(params, of, level) {
-            part
-        } else if is_turn && level > params.full {
-            // Later turns are not due yet. Not even a part is refunded: new turns would be due at the same times.
-            0
-        } else {
-            let drained = Self::drains_since(params, now, of, at) * params.ticks;
-            (charge - drained).clamp(0, part)
-        };
-        let refunded = left.min(level);
-        let units = div_ceil(refunded, params.interval);
-        ([level - refunded, at, 0], units)
-    }
-
-    fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
-        Self::drains_in(params, now, level, at)
-    }
-
-    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
-        *self = Self { at, level };
-    }
-
-    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
+        [_, at, by]: Registers,
+    ) -> i64 {
+        let changed = self.changed(now);
         if Self::in_batches(params) {
-            // The meter must be empty at `until`, after whole periods. If the level needs more periods than are left
-            // until then, as it may for a share of a quota, it is empty later; no period has ended yet.
-            let level = used * params.interval;
-            let periods = div_ceil(level, params.ticks).min(div_ceil(until - now, params.period));
-            return Self {
-                at: until - periods * params.period,
-                level,
-            };
+            // Another quota has written since, now or at the last change.
+            let is_earlier = |changed: Changed| now - of.age < f64::from_bits(changed.mark) as i64;
+            if by != OWN || changed.is_some_and(is_earlier) {
+                return MAX_TICKS;
+            }
+            return Self::drains_since(params, now, of, at) * params.ticks;
         }
-        let level = (until - now).clamp(0, params.furthest) * params.ticks;
-        Self { at: now, level }
+        let mut fastest = changed.map_or(0.0, |changed| f64::from_bits(changed.mark));
+        if by != OWN {
+            fastest = fastest.max(self.writer_params(params).rate);
+        }
+        if fastest <= params.rate {
+            return Self::drains_since(params, now, of, at) * params.ticks;
+        }
+        let ticks = (of.age as f64 * fastest * params.unit as f64).ceil() + 1.0;
+        ticks.min(MAX_TICKS as f64) as i64
     }
 
-    fn to_numbers(&self) -> Vec<i64> {
-        vec![self.at, self.level]
+    /// Lowers the level of the writer to this level under another quota.
+    fn refund_to_writer(&mut self, params: &Params, now: i64, left: i64) {
+        let writer = self.writer_params(params);
+        let (level, at) = self.drained(&writer, now);
+        self.level = level.min(convert(left, params.unit, writer.unit));
+        self.at = at;
     }
 
-    fn of_numbers(numbers: &[i64]) -> Option<Self> {
-        let &[at, level] = numbers else {
-            return None;
+    /// Makes this quota the writer. The level is set afterwards.
+    fn change_writer(&mut self, params: &Params, now: i64) {
+        let changed = if self.writer == 0 {
+            None
+        } else {
+            self.change(params, now)
         };
-        Some(Self { at, level })
-    }
-}
-
-impl<const LETTER: char> Meter<LETTER> {
-    /// Creates a meter that drains every microsecond, with this level in ticks at time `at`.
-    pub(crate) fn new(at: i64, level: i64) -> Self {
-        Self { at, level }
+        self.writer = params.writer.code;
+        self.set_rare(params.writer.rest, changed);
     }
 
-    /// Returns `true` if the meter drains after each period. For other strategies than the token bucket this is known
-    /// at compile time.
-    fn in_batches(params: &Params) -> bool {
-        LETTER == 't' && params.frees == Frees::InBatches
+    /// Returns the earlier writers after a change, if their charges can still be refunded.
+    fn change(&self, params: &Params, now: i64) -> Option<Changed> {
+        let writer = self.writer_params(params);
+        let mut until = now + self.writers_wait(params, now, 0);
+        let mut fastest = writer.rate;
+        if let Some(changed) = self.changed(now) {
+            until = until.max(changed.until);
+            fastest = fastest.max(f64::from_bits(changed.mark));
+        }
+        if until <= now {
+            return None;
+        }
+        let mark = if Self::in_batches(params) {
+            now as f64
+        } else {
+            fastest
+        };
+        Some(Changed {
+            mark: mark.to_bits(),
+            until,
+        })
     }
 
     /// Returns the microseconds until `ticks` have drained.
@@ -271,4 +551,35 @@ impl<const LETTER: char> Meter<LETTER> {
 /// `a / b`, rounded up. `b` is above zero.
 fn div_ceil(a: i64, b: i64) -> i64 {
     -(-a).div_euclid(b)
+}
+
+/// Converts ticks of a quota whose unit has `from` of them to ticks of one whose unit has `to`. Rounds up, by less than a
+/// millionth of a unit and a tick, and saturates at [`MAX_TICKS`].
+fn convert(level: i64, from: i64, to: i64) -> i64 {
+    /// Parts of a unit.
+    const PARTS: i64 = 1 << 20;
+    if from == to {
+        return level;
+    }
+    let units = level / from;
+    let rest = level % from;
+    // So that no product reaches 2^53.
+    let scale = div_ceil(from, 1 << 32);
+    let parts = div_ceil(div_ceil(rest, scale) * PARTS, from / scale).min(PARTS);
+    let low = to % PARTS;
+    let ticks = parts * (to / PARTS) + div_ceil(parts * low, PARTS);
+    units
+        .saturating_mul(to)
+        .saturating_add(ticks)
+        .min(MAX_TICKS)
+}
+
+/// Splits a number into two that a double represents.
+fn halves(bits: u64) -> [i64; 2] {
+    [(bits & u64::from(u32::MAX)) as i64, (bits >> 32) as i64]
+}
+
+fn joined(low: i64, high: i64) -> Option<u64> {
+    let [low, high] = [u32::try_from(low).ok()?, u32::try_from(high).ok()?];
+    Some(u64::from(high) << 32 | u64::from(low))
 }

@@ -23,6 +23,7 @@ mod sliding_window;
 mod tests;
 mod text;
 mod token_bucket;
+mod writer;
 
 #[cfg(test)]
 pub(crate) use tests::{Model, most_spent, quota as any_quota, room, vary};
@@ -37,6 +38,7 @@ pub(crate) use ask::State;
 pub(super) use ask::{Ask, Preview};
 pub(crate) use params::Frees;
 pub(super) use params::Params;
+pub(crate) use writer::Writer;
 
 use std::time::Duration;
 

@@ -1,5 +1,6 @@
 use std::num::NonZeroU32;
 
+use super::Writer;
 use crate::error::ConfigError;
 use crate::limit::{PolicyKind, Quota};
 
@@ -28,13 +29,19 @@ pub(crate) struct Params {
     /// The width of a cell, in microseconds.
     pub(crate) width: i64,
     pub(crate) frees: Frees,
+    /// The quota as the value of a meter names it. A share has that of the whole policy: their levels are the same time.
+    pub(crate) writer: Writer,
+    /// Ticks of a unit in the value of a meter: the interval of the whole policy.
+    pub(crate) unit: i64,
+    /// Units of the whole policy that a meter drains per microsecond.
+    pub(crate) rate: f64,
 }
 
 /// Maximum time for which a turn is reserved ahead, in microseconds: a day.
 const LONGEST_WAIT: i64 = 86_400_000_000;
 
 /// The most ticks of a debt.
-const MAX_TICKS: i64 = 1 << 52;
+pub(super) const MAX_TICKS: i64 = 1 << 52;
 
 impl Params {
     pub(in crate::limit) fn new(kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
@@ -71,12 +78,69 @@ impl Params {
             offset: None,
             width: period as i64,
             frees,
+            writer: Writer::default(),
+            unit: interval as i64,
+            rate: 0.0,
         }
-        .with_debt();
+        .with_debt()
+        .named();
         if let PolicyKind::Rate(strategy) = kind {
             strategy.adapt(&mut params, quota)?;
         }
         Ok(params)
+    }
+
+    /// Returns the numbers of the quota that wrote the level of a meter. `None` if no quota has this code.
+    pub(super) fn of_writer(writer: Writer, frees: Frees) -> Option<Self> {
+        let [interval, ticks, capacity] = writer.numbers()?;
+        let (interval, period) = if frees == Frees::InBatches {
+            (1, interval)
+        } else {
+            (interval, 1)
+        };
+        let full = capacity.saturating_mul(interval);
+        if full > MAX_TICKS / 2 {
+            return None;
+        }
+        let params = Self {
+            capacity,
+            period,
+            ticks,
+            interval,
+            full,
+            deepest: 0,
+            longest: 0,
+            furthest: 0,
+            offset: None,
+            width: period,
+            frees,
+            writer,
+            unit: interval,
+            rate: 0.0,
+        };
+        Some(params.with_debt().named())
+    }
+
+    /// Sets the name of the quota in values.
+    fn named(mut self) -> Self {
+        let interval = if self.frees == Frees::InBatches {
+            self.period
+        } else {
+            self.interval
+        };
+        self.writer = Writer::new(interval, self.ticks, self.capacity);
+        self.rate = self.ticks as f64 / interval as f64;
+        self
+    }
+
+    /// Names the quota in values as the whole policy does.
+    pub(in crate::limit) fn part_of(self, whole: &Self) -> Self {
+        Self {
+            writer: whole.writer,
+            unit: whole.unit,
+            rate: whole.rate,
+            ..self
+        }
     }
 
     /// Sets the debt that the full count and the ticks allow.

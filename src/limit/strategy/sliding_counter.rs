@@ -112,7 +112,7 @@ impl Algorithm for State {
         }
     }
 
-    fn reset_after(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
+    fn reset_after(&self, params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
         let left = start + params.period - now;
         match (current, previous) {
             (0, 0) => 0,
@@ -135,7 +135,7 @@ impl Algorithm for State {
         };
     }
 
-    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until, .. }: Snapshot) -> Self {
         let start = window_start(params, now);
         let left = start + params.period - now;
         if until - now > left {

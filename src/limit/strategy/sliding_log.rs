@@ -115,7 +115,7 @@ impl Algorithm for State {
         ([left, head, newest], refunded)
     }
 
-    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
+    fn reset_after(&self, params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
         if sum == 0 {
             0
         } else {
@@ -138,7 +138,7 @@ impl Algorithm for State {
         self.charges.drop_before(head);
     }
 
-    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until, .. }: Snapshot) -> Self {
         // All used units expire together with the newest charge, although some may expire earlier.
         Self {
             charges: Charges::one((until - params.period).min(now), used),

@@ -133,7 +133,7 @@ impl Algorithm for State {
         ([left, head, newest], refunded)
     }
 
-    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
+    fn reset_after(&self, params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
         if sum == 0 {
             0
         } else {
@@ -154,7 +154,7 @@ impl Algorithm for State {
         }
     }
 
-    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until, .. }: Snapshot) -> Self {
         // All used units expire together with the newest cell, although some may expire earlier.
         Self {
             cells: Charges::one((until - params.period).min(cell_end(params, now)), used),

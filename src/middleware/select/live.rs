@@ -10,8 +10,9 @@ use crate::observe::Observer;
 /// Policies that are replaced while the service runs.
 ///
 /// Clones share the value: keep one, and give the other to the layer. The next request on every thread uses the value
-/// that was [set](Self::replace) last; requests in progress keep theirs. Counts of windows, logs and
-/// counters continue under another limit. Another quota of a bucket begins a new count.
+/// that was [set](Self::replace) last; requests in progress keep theirs. Counts continue under another
+/// limit, and buckets under any other quota. So a quota may change at any pace: it grants at most what
+/// the largest burst and the fastest rate give. Another period of a window begins a new count.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::Global;

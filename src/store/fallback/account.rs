@@ -83,6 +83,13 @@ impl PrimaryCount {
         (self.all.counted(policy, now) - self.sent.counted(policy, now)).max(0) as u64
     }
 
+    /// Makes the quota that wrote `all`, if it is that of the policy, also the writer of `sent`.
+    fn write_both(&mut self, policy: &Policy, now: i64) {
+        if self.all.is_of(policy.params()) && !self.sent.is_of(policy.params()) {
+            self.sent.rewrite(policy.params(), now);
+        }
+    }
+
     /// Counts `cost` as sent, and everything that has expired. The rest stays unsent.
     fn send(&mut self, policy: &Policy, cost: u32, now: i64) {
         let rest = limited(self.unsent(policy, now).saturating_sub(cost.into()));
@@ -122,6 +129,9 @@ impl Account {
         self.policies = policies.clone();
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
+            // A bucket drains at the rate of the quota that wrote it: if these rates differed, so would the parts that
+            // drain.
+            count.write_both(policy, now);
         }
     }
 
@@ -306,6 +316,7 @@ fn counted_before(
     let snapshot = Snapshot {
         used: before.used,
         until: now.saturating_add(before.reset),
+        writer: policy.params().writer,
     };
     State::resume(policy.kind(), policy.params(), now, snapshot)
 }
@@ -537,7 +548,7 @@ mod tests {
         Policy::new(name, strategy, quota).unwrap()
     }
 
-    /// For any initial count, under one policy whose limit changes often, or under two policies.
+    /// For any initial count, under one policy whose quota changes often, or under two policies.
     #[tokio::test]
     async fn no_more_is_charged_than_was_granted() {
         for seed in 0..4_000 {
@@ -561,7 +572,10 @@ mod tests {
             for _ in 0..20 {
                 let most = account.unsent(now);
                 match rng.u8(..5) {
-                    0 if is_alone && !strategy.frees().has_burst() => {
+                    0 if is_alone && strategy.frees().has_burst() => {
+                        current = any_policy("test", strategy, &mut rng).into();
+                    }
+                    0 if is_alone => {
                         let quota = Quota::per(rng.u32(1..2_000), current[0].quota().period());
                         current = Policy::new("test", strategy, quota).unwrap().into();
                     }
@@ -618,6 +632,7 @@ mod tests {
                 let followed = Snapshot {
                     used: params.capacity - seen.remaining,
                     until: now + seen.reset,
+                    writer: params.writer,
                 };
                 let mut fallback = State::resume(kind, params, now, followed);
                 now += unit * rng.i64(0..20) + *pick(&mut rng, &[0, 1, unit / 3]);

@@ -55,8 +55,9 @@ mod tests {
 
     use super::*;
     use crate::limit::{
-        Check, Key, Snapshot, Source, State, Strategy, Verdict, any_quota, room, vary,
+        Check, Key, Mode, Snapshot, Source, State, Strategy, Verdict, any_quota, room, vary,
     };
+    use crate::store::{LocalStore, Store as _};
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
@@ -127,6 +128,48 @@ mod tests {
         );
     }
 
+    /// A share of a quota names the whole one, so another number of instances changes nothing.
+    #[test]
+    fn shares_are_no_other_quota() {
+        let buckets = Strategy::ALL.iter().copied();
+        for strategy in buckets.filter(|strategy| strategy.frees().has_burst()) {
+            let policy = Policy::new("api", strategy, "1000/m burst 50").unwrap();
+            let share = |instances| part_of(&policy, NonZeroU32::new(instances).unwrap());
+            let mut state = State::fresh(strategy);
+            let mut now = 1_790_000_000_000_000;
+            Mode::Take.count(&share(2), &mut state, 20, now);
+            let before = state.clone();
+            for instances in [3, 7, 2, 50] {
+                let share = share(instances);
+                assert!(state.is_of(share.params()), "{strategy}");
+                Mode::Refund.count(&share, &mut state, 0, now);
+                assert_eq!(state, before, "{strategy}");
+                now += 1;
+            }
+        }
+    }
+
+    /// A share of one half of another quota continues one half of the units that the primary store has counted.
+    #[tokio::test(start_paused = true)]
+    async fn a_share_continues_the_units_of_another_quota() {
+        for strategy in Strategy::ALL {
+            let (there, here) = (LocalStore::default(), LocalStore::default());
+            let [old, new] = ["100/d", "40/d"]
+                .map(|quota| Policies::from(Policy::new("test", *strategy, quota).unwrap()));
+            let used = there
+                .check(Check::take(Key::GLOBAL, &old, 30))
+                .await
+                .unwrap();
+            here.backend().warm(&Key::GLOBAL, &used);
+            let share = Policies::from(part_of(&new[0], NonZeroU32::new(2).unwrap()));
+            let most = here
+                .check(Check::up_to(Key::GLOBAL, &share, 100))
+                .await
+                .unwrap();
+            assert_eq!(most.granted(), 5, "{strategy}");
+        }
+    }
+
     /// A state that continues another store's count grants at most as much as that store would, now or
     /// later, and is fresh at the same time. With shares, all instances together do not exceed that
     /// either.
@@ -149,6 +192,7 @@ mod tests {
                     let followed = Snapshot {
                         used: params.capacity - verdict.remaining,
                         until: now + verdict.reset,
+                        writer: params.writer,
                     };
                     let resumed = State::resume(strategy.into(), params, now, followed);
                     let instances =

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::script::read_key;
+use super::script::{read_bucket, read_key};
 use super::topology::Node;
 use super::worker::{RedisStore, SharedStore};
 use crate::error::{ErrorKind, StoreError};
@@ -34,10 +34,12 @@ pub struct StoredCount {
     pub policy: String,
     /// The name of its strategy, such as `gcra`, or `in-flight`.
     pub strategy: &'static str,
-    /// The span in the key: the period of a window, such as `1m`, or the quota of a bucket, such as
-    /// `100/s+200` with a burst of 200. Empty for requests in flight.
+    /// The span in the key: the period of a window, such as `1m`, or `i` for a bucket that refills by the
+    /// interval. Empty for other buckets and for requests in flight.
     pub span: String,
     of: Policy,
+    /// The quota in the value of a bucket.
+    bucket: Option<Policy>,
 }
 
 impl StoredCount {
@@ -48,13 +50,10 @@ impl StoredCount {
             && self.span == policy.span()
     }
 
-    /// The policy, if it is a bucket: its key contains the whole quota. For others, Redis does not
-    /// store the limit.
+    /// The policy, if it is a bucket, with the quota that wrote the value last: its text may differ from that in
+    /// the settings, such as `1/s burst 60` for `60/m`. For others, Redis does not store the limit.
     pub fn bucket(&self) -> Option<Policy> {
-        if !self.of.frees().has_burst() {
-            return None;
-        }
-        Some(self.of.clone())
+        self.bucket.clone()
     }
 }
 
@@ -120,7 +119,30 @@ impl Scan {
         {
             nodes.pop();
         }
-        Ok(Some(keys.iter().filter_map(|key| self.read(key)).collect()))
+        let mut counts = vec![];
+        let mut buckets = vec![];
+        let mut keys_of_buckets = vec![];
+        for key in keys {
+            let Some(count) = self.read(&key) else {
+                continue;
+            };
+            if count.of.frees().has_burst() {
+                buckets.push(count);
+                keys_of_buckets.push(key);
+            } else {
+                counts.push(count);
+            }
+        }
+        let values = self.inner.values(node, &keys_of_buckets).await?;
+        for (mut count, value) in buckets.into_iter().zip(values) {
+            // It has expired since, or is another program's.
+            let Some(bucket) = value.and_then(|value| read_bucket(&count.of, &value)) else {
+                continue;
+            };
+            count.bucket = Some(bucket);
+            counts.push(count);
+        }
+        Ok(Some(counts))
     }
 
     fn read(&self, key: &[u8]) -> Option<StoredCount> {
@@ -135,6 +157,7 @@ impl Scan {
             strategy: of.kind().name(),
             span: of.span().to_owned(),
             of,
+            bucket: None,
         })
     }
 }

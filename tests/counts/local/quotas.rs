@@ -1,5 +1,5 @@
-//! Two quotas under one name, as in a rolling deploy: each grants what it grants alone. So a caller of both gets at most
-//! their sum.
+//! Two quotas under one name, as in a rolling deploy. Windows of two periods grant what each grants alone, so a caller of
+//! both gets at most their sum. A bucket is one count, so a caller of both gets at most what the looser one grants.
 
 use std::time::Duration;
 
@@ -10,12 +10,21 @@ use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::{Key, LocalStore, Strategy};
 
-use crate::support::{STRATEGIES, policy};
+use crate::support::policy;
 
 const BUCKETS: [Strategy; 3] = [
     Strategy::Gcra,
     Strategy::LeakyBucket,
     Strategy::TokenBucket(Refill::Greedy),
+];
+const WINDOWS: [Strategy; 5] = [
+    Strategy::FixedWindow(Align::Clock {
+        offset: Duration::ZERO,
+    }),
+    Strategy::FixedWindow(Align::FirstHit),
+    Strategy::SlidingLog,
+    Strategy::SlidingWindow { cells: 10 },
+    Strategy::SlidingCounter,
 ];
 const FIRST_HIT: [Strategy; 1] = [Strategy::FixedWindow(Align::FirstHit)];
 
@@ -66,12 +75,8 @@ impl Callers {
 /// Sends checks under the first quota until nothing remains, then one under the second, and repeats this.
 #[tokio::test(start_paused = true)]
 async fn a_greedy_client_gets_what_each_quota_grants_alone() {
-    for strategy in STRATEGIES {
-        let quotas = if BUCKETS.contains(&strategy) {
-            ["100/10s", "100/10s burst 10"]
-        } else {
-            ["100/m", "2/s"]
-        };
+    for strategy in WINDOWS {
+        let quotas = ["100/m", "2/s"];
         let mut callers = Callers::new(strategy, quotas);
         for _ in 0..25_000 {
             if !callers.come(0) {
@@ -86,14 +91,37 @@ async fn a_greedy_client_gets_what_each_quota_grants_alone() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn two_quotas_of_a_bucket_grant_as_the_looser() {
+    for strategy in BUCKETS {
+        for other in ["100/10s burst 10", "10/10s", "2/s"] {
+            let quotas = ["100/10s", other];
+            let mut callers = Callers::new(strategy, quotas);
+            for _ in 0..25_000 {
+                if !callers.come(0) {
+                    let _ = callers.come(1);
+                }
+                advance(Duration::from_millis(1)).await;
+            }
+            let Granted { both, alone } = callers.granted;
+            println!("{strategy:?}, {quotas:?}: {both:?}, alone {alone:?}");
+            let sum = both[0] + both[1];
+            assert!(
+                sum.abs_diff(alone[0]) <= 1,
+                "{strategy:?}: {both:?}, alone {alone:?}"
+            );
+        }
+    }
+}
+
 /// Each half of a fleet has a different quota, and gets 33 requests a second of the caller.
 #[tokio::test(start_paused = true)]
 async fn each_half_of_a_fleet_keeps_its_quota() {
     let rows: [(&[Strategy], [&str; 2], u32); 4] = [
         (&FIRST_HIT, ["100/m", "2/s"], 60),
         (&FIRST_HIT, ["1000/h", "20/m"], 150),
-        (&STRATEGIES, ["60/h", "1/s"], 150),
-        (&STRATEGIES, ["60/10s", "6/s"], 60),
+        (&WINDOWS, ["60/h", "1/s"], 150),
+        (&WINDOWS, ["60/10s", "6/s"], 60),
     ];
     for (strategies, quotas, seconds) in rows {
         for &strategy in strategies {

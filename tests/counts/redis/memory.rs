@@ -77,6 +77,49 @@ async fn constant_strategies_take_at_most_136_bytes() {
     }
 }
 
+/// The value of a bucket names its quota: in a block of the allocator that it had anyway, or in 16 bytes more.
+#[tokio::test]
+async fn a_bucket_names_its_quota_in_few_bytes() {
+    let server = RedisServer::start();
+    let store = store(&server).await;
+    let info = server.command::<String>("INFO memory").await;
+    if !info.contains("mem_allocator:jemalloc") {
+        return;
+    }
+    let take = async |quota: &str| {
+        let policies = policy(Strategy::Gcra, quota);
+        let take = Check::take(Key::new(CALLER), &policies, 1);
+        let _ = store.check(take).await.unwrap();
+        bytes_of(&server, &only_key(&server).await).await
+    };
+    let mut least = u64::MAX;
+    for quota in [
+        "5/m",
+        "100/s",
+        "100/s burst 200",
+        "1000/h",
+        "3/d",
+        "1000000/d",
+    ] {
+        let bytes = take(quota).await;
+        println!("{quota}: {bytes} bytes");
+        assert!(bytes <= 120, "{quota}: {bytes} bytes");
+        least = least.min(bytes);
+        let _: String = server.command("FLUSHALL").await;
+    }
+    for quota in ["4294967295/366d", "999983/30d", "70000/s burst 16777216"] {
+        let bytes = take(quota).await;
+        println!("{quota}: {bytes} bytes");
+        assert!(bytes <= least + 16, "{quota}: {bytes} bytes");
+        let _: String = server.command("FLUSHALL").await;
+    }
+    // After a change, it also names the fastest earlier one.
+    let _ = take("5/m").await;
+    let bytes = take("6/m").await;
+    println!("changed: {bytes} bytes");
+    assert!(bytes <= least + 16, "{bytes} bytes");
+}
+
 #[tokio::test]
 async fn logs_take_16_bytes_per_grant() {
     let server = RedisServer::start();

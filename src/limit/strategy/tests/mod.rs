@@ -2,6 +2,7 @@
 //! with fractions.
 
 mod back;
+mod changes;
 mod clock;
 mod definition;
 mod leased;

@@ -579,6 +579,16 @@ impl Connection {
         replies_within(time, pin!(asking)).await
     }
 
+    /// Sends commands together, and returns their replies.
+    pub(crate) async fn ask_all(
+        &mut self,
+        commands: impl Iterator<Item = Cmd>,
+        time: Duration,
+    ) -> Result<Replies, StoreError> {
+        let commands = commands.map(|command| (false, command)).collect();
+        replies_within(time, pin!(self.send(commands))).await
+    }
+
     /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
     /// Newer credentials are sent before them, in the same write.
     async fn send(

@@ -11,7 +11,7 @@ use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Check, EachCharge, Extra, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict,
-    Verdicts,
+    Verdicts, Writer,
 };
 use crate::store::probe;
 
@@ -134,6 +134,7 @@ impl Plan {
             .f64(params.full)
             .f64(self.ticks_under(meter))
             .f64(params.ticks)
+            .writer(meter)
             .add_to(cmd);
         if now != 0 {
             cmd.arg(now);
@@ -197,6 +198,7 @@ impl Plan {
     fn read_take(
         &self,
         answer: &[u8; TAKEN_LENGTH],
+        of_writers: &[[u8; TAKEN_LENGTH]],
         times: i64,
         earlier: i64,
     ) -> Result<Verdicts, StoreError> {
@@ -223,6 +225,17 @@ impl Plan {
         if !is_exact || was_charged != is_only_grant {
             return Err(protocol());
         }
+        if let Some(number) = number_of(answer) {
+            let of_writer = of_writers.get(number - 1).ok_or_else(protocol)?;
+            let is_allowed = before_first + ticks <= full;
+            let verdict = self.read_times(policy, of_writer, before_first, is_allowed)?;
+            return Ok(Verdicts {
+                granted: 0,
+                at,
+                age: 0,
+                each: SmallVec::from_buf([verdict]),
+            });
+        }
         // The earlier takes were granted as long as they fit.
         let granted_before = if fits && earlier > 0 {
             earlier.min((full - before_first) / ticks)
@@ -230,7 +243,7 @@ impl Plan {
             0
         };
         let before = before_first + ticks * granted_before;
-        let Some(mut state) = State::of_level(policy.kind(), at, before) else {
+        let Some(mut state) = State::of_level(policy, at, before) else {
             return Err(protocol());
         };
         let cost = self.key.cost.into();
@@ -240,6 +253,29 @@ impl Plan {
             at,
             age: 0,
             each: SmallVec::from_buf([verdict]),
+        })
+    }
+
+    /// Decodes the verdict on a take that charged nothing, while another quota drains the level.
+    fn read_times(
+        &self,
+        policy: &Policy,
+        times: &[u8; TAKEN_LENGTH],
+        level: i64,
+        is_allowed: bool,
+    ) -> Result<Verdict, StoreError> {
+        let params = policy.params();
+        let (wait, reset) = (i56(&times[..7]), i56(&times[7..14]));
+        let is_too_large = i64::from(self.key.cost) > params.capacity;
+        // Only a take of nothing is allowed and charges nothing.
+        let is_consistent = is_allowed == (wait == 0) || is_too_large;
+        if !EXACT.contains(&wait) || !EXACT.contains(&reset) || !is_consistent {
+            return Err(protocol());
+        }
+        Ok(Verdict {
+            remaining: ((params.full - level) / params.interval).max(0),
+            wait: if is_too_large { Verdict::NEVER } else { wait },
+            reset,
         })
     }
 
@@ -503,6 +539,7 @@ impl ScriptCall {
                 .i56(params.ticks)
                 .u32(run.len())
                 .u32(run[0].times as usize)
+                .writer(policy)
                 .add_to(cmd);
         }
     }
@@ -520,7 +557,7 @@ impl ScriptCall {
             for argument in wire::arguments(policy) {
                 packed.i56(argument);
             }
-            packed.add_to(cmd);
+            packed.writer(policy).add_to(cmd);
         }
         let mut first = 1;
         for plan in &self.plans {
@@ -579,10 +616,18 @@ impl ScriptCall {
     /// Splits a reply of `lua/takes.lua`.
     fn read_takes<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
         match records(reply) {
-            Some(answers) if answers.len() == self.entries.len() => Ok(Answers::OfTakes {
-                answers,
-                decided: smallvec![0; self.entries.len()],
-            }),
+            Some(records) if records.len() >= self.entries.len() => {
+                let (answers, of_writers) = records.split_at(self.entries.len());
+                let numbered = answers.iter().filter(|answer| number_of(answer).is_some());
+                if numbered.count() != of_writers.len() {
+                    return Err(protocol());
+                }
+                Ok(Answers::OfTakes {
+                    answers,
+                    of_writers,
+                    decided: smallvec![0; self.entries.len()],
+                })
+            }
             _ => Err(protocol()),
         }
     }
@@ -671,10 +716,14 @@ impl Iterator for Decoder<'_> {
         let Entry { plan, times } = self.call.entries[index];
         let plan = &self.call.plans[plan];
         Some(match &mut self.answers {
-            Answers::OfTakes { answers, decided } => {
+            Answers::OfTakes {
+                answers,
+                of_writers,
+                decided,
+            } => {
                 let earlier = decided[index];
                 decided[index] += 1;
-                plan.read_take(&answers[index], times, earlier)
+                plan.read_take(&answers[index], of_writers, times, earlier)
             }
             Answers::OfChecks { at, numbers, next } => {
                 let from = next[index];
@@ -690,6 +739,8 @@ enum Answers<'a> {
     OfTakes {
         /// One for each entry.
         answers: &'a [[u8; TAKEN_LENGTH]],
+        /// The times of numbered entries, whose levels drain at the rate of another quota.
+        of_writers: &'a [[u8; TAKEN_LENGTH]],
         /// For each entry, the number of its takes whose verdicts have been decoded.
         decided: SmallVec<[i64; 1]>,
     },
@@ -712,9 +763,19 @@ pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
     Some((Key::of_redis(caller)?, count::read(name, letter, span)?))
 }
 
+/// Returns the policy that wrote the value of a bucket. Returns `None` for a value of another form.
+pub(crate) fn read_bucket(of: &Policy, value: &[u8]) -> Option<Policy> {
+    let writer = value.get(TAKEN_LENGTH..)?;
+    let number = |from: usize| Some(u64::from_le_bytes(*writer.get(from..)?.first_chunk()?));
+    let code = number(0)?;
+    let is_long = code >> 56 == 0;
+    let rest = if is_long { number(8)? } else { 0 };
+    count::of_writer(of, Writer { code, rest })
+}
+
 /// An argument of packed numbers, least significant byte first.
 #[derive(Default)]
-struct Packed(SmallVec<[u8; 40]>);
+struct Packed(SmallVec<[u8; 56]>);
 
 impl Packed {
     fn u8(&mut self, number: u8) -> &mut Self {
@@ -731,6 +792,13 @@ impl Packed {
     /// Appends a number below 2^53, which a double represents exactly.
     fn i56(&mut self, number: i64) -> &mut Self {
         self.0.extend_from_slice(&number.to_le_bytes()[..7]);
+        self
+    }
+
+    /// Appends the bytes that name the quota of a meter in a value.
+    fn writer(&mut self, policy: &Policy) -> &mut Self {
+        let (bytes, len) = wire::writer(policy);
+        self.0.extend_from_slice(&bytes[..len]);
         self
     }
 
@@ -773,6 +841,17 @@ fn i56(bytes: &[u8]) -> i64 {
     }
     // In the high bytes first: the shift keeps the sign.
     i64::from_le_bytes(number) >> 8
+}
+
+/// Returns the number of the times that belong to an answer, counted from 1. `None` if the take was charged.
+fn number_of(answer: &[u8; TAKEN_LENGTH]) -> Option<usize> {
+    if i56(&answer[7..14]) >= 0 {
+        return None;
+    }
+    let mut number = [0; 8];
+    number[..5].copy_from_slice(&answer[14..]);
+    let number = usize::try_from(u64::from_le_bytes(number)).ok()?;
+    (number > 0).then_some(number)
 }
 
 fn protocol() -> StoreError {

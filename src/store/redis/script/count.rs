@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::limit::{Align, Policy, PolicyKind, Quota, Refill, Strategy};
+use crate::limit::{Align, Frees, Policy, PolicyKind, Quota, Refill, Strategy, Writer};
 
 /// Appends the name of a policy's count.
 pub(super) fn write(policy: &Policy, to: &mut Vec<u8>) {
@@ -19,8 +19,8 @@ pub(super) fn write(policy: &Policy, to: &mut Vec<u8>) {
     }
 }
 
-/// Returns a policy with the count of this name, strategy and span. A span does not contain the limit of a window, so that
-/// is 1. `None` if no policy has this span.
+/// Returns a policy with the count of this name, strategy and span. A span does not contain the limit of a window or the
+/// quota of a bucket, so that is 1. `None` if no policy has this span.
 pub(super) fn read(name: &str, letter: &str, span: &str) -> Option<Policy> {
     let policy = if letter == PolicyKind::InFlight.letter() {
         let shortest_ttl = Duration::from_secs(1);
@@ -28,6 +28,9 @@ pub(super) fn read(name: &str, letter: &str, span: &str) -> Option<Policy> {
             .ok()?
             .slot_ttl(shortest_ttl)
             .ok()?
+    } else if letter == PolicyKind::from(Strategy::Gcra).letter() && !span.is_empty() {
+        let quota: Quota = span.parse().ok()?;
+        Policy::new(name, Strategy::Gcra, quota).ok()?.of_pauses()
     } else {
         let (strategy, quota) = read_span(letter, span)?;
         Policy::new(name, strategy, quota).ok()?
@@ -36,6 +39,71 @@ pub(super) fn read(name: &str, letter: &str, span: &str) -> Option<Policy> {
     (policy.span() == span).then_some(policy)
 }
 
+/// Returns the bucket of this name and strategy that the value of a count names. `None` if no quota has this code.
+pub(super) fn of_writer(of: &Policy, writer: Writer) -> Option<Policy> {
+    if of.is_pause() {
+        return Some(of.clone());
+    }
+    let [interval, ticks, capacity] = writer.numbers()?;
+    let quota = match of.frees() {
+        Frees::InBatches => {
+            let period = Duration::from_micros(interval as u64);
+            Quota::per(u32::try_from(ticks).ok()?, period)
+        }
+        Frees::Gradually => gradual_quota(interval, ticks, capacity)?,
+        _ => return None,
+    };
+    let capacity = u32::try_from(capacity).ok()?;
+    let quota = if capacity == quota.limit() {
+        quota
+    } else {
+        quota.burst(capacity)
+    };
+    Policy::new(of.name(), of.strategy()?, quota).ok()
+}
+
+/// Returns a quota of this rate with a simple text: its limit is the capacity, or its period is a unit of time.
+fn gradual_quota(interval: i64, ticks: i64, capacity: i64) -> Option<Quota> {
+    const SECOND: i64 = 1_000_000;
+    const MINUTE: i64 = 60 * SECOND;
+    const HOUR: i64 = 60 * MINUTE;
+    const DAY: i64 = 24 * HOUR;
+    let quota = |limit: i64, period: i64| {
+        let limit = u32::try_from(limit).ok().filter(|limit| *limit > 0)?;
+        Some(Quota::per(
+            limit,
+            Duration::from_micros(u64::try_from(period).ok()?),
+        ))
+    };
+    // The limit in a period, if it is a whole number.
+    let limit_in = |period: i64| {
+        let units = i128::from(period) * i128::from(ticks);
+        let limit = units / i128::from(interval);
+        let is_whole = units % i128::from(interval) == 0;
+        i64::try_from(limit).ok().filter(|_| is_whole)
+    };
+    let full = i128::from(capacity) * i128::from(interval);
+    let refilled_in = (full % i128::from(ticks) == 0).then_some(full / i128::from(ticks));
+    let refilled_in = refilled_in.and_then(|period| i64::try_from(period).ok());
+    if let Some(period) = refilled_in
+        && (period % SECOND == 0 && limit_in(SECOND).is_none()
+            || [SECOND, MINUTE, HOUR, DAY].contains(&period))
+    {
+        return quota(capacity, period);
+    }
+    for period in [SECOND, MINUTE, HOUR, DAY] {
+        if let Some(limit) = limit_in(period)
+            && let Some(quota) = quota(limit, period)
+        {
+            return Some(quota);
+        }
+    }
+    quota(ticks, interval)
+}
+
+/// The quota of a bucket, which is not in its key.
+const ANY: Quota = Quota::per_second(1);
+
 fn read_span(letter: &str, span: &str) -> Option<(Strategy, Quota)> {
     let mut all = Strategy::ALL.iter();
     let strategy = *all.find(|strategy| PolicyKind::from(**strategy).letter() == letter)?;
@@ -43,8 +111,11 @@ fn read_span(letter: &str, span: &str) -> Option<(Strategy, Quota)> {
         Strategy::FixedWindow(_) => read_fixed_window(span),
         Strategy::SlidingWindow { .. } => read_sliding_window(span),
         Strategy::SlidingLog | Strategy::SlidingCounter => Some((strategy, read_period(span)?)),
-        Strategy::TokenBucket(_) => read_token_bucket(span),
-        Strategy::LeakyBucket | Strategy::Gcra => Some((strategy, read_bucket(span)?)),
+        Strategy::TokenBucket(_) if span == "i" => {
+            Some((Strategy::TokenBucket(Refill::Interval), ANY))
+        }
+        Strategy::TokenBucket(_) => Some((Strategy::TokenBucket(Refill::Greedy), ANY)),
+        Strategy::LeakyBucket | Strategy::Gcra => Some((strategy, ANY)),
     }
 }
 
@@ -66,23 +137,6 @@ fn read_sliding_window(span: &str) -> Option<(Strategy, Quota)> {
     Some((Strategy::SlidingWindow { cells }, read_period(period)?))
 }
 
-fn read_token_bucket(span: &str) -> Option<(Strategy, Quota)> {
-    let (bucket, refill) = match span.strip_suffix(",i") {
-        Some(bucket) => (bucket, Refill::Interval),
-        None => (span, Refill::Greedy),
-    };
-    Some((Strategy::TokenBucket(refill), read_bucket(bucket)?))
-}
-
-/// Parses the quota of a bucket: a rate, and a burst that differs from its limit.
-fn read_bucket(text: &str) -> Option<Quota> {
-    let Some((rate, burst)) = text.split_once('+') else {
-        return text.parse().ok();
-    };
-    let rate: Quota = rate.parse().ok()?;
-    Some(rate.burst(burst.parse().ok()?))
-}
-
 /// Returns a quota of this period.
 fn read_period(text: &str) -> Option<Quota> {
     format!("1/{text}").parse().ok()
@@ -99,23 +153,23 @@ mod tests {
             let policy = Policy::new("api", strategy, quota).unwrap();
             let again = read("api", policy.kind().letter(), span).unwrap();
             assert_eq!((again.span(), again.id()), (span, policy.id()));
-            assert!(
-                !policy.frees().has_burst()
-                    || again.quota().capacity() == policy.quota().capacity()
-            );
         }
+        let pause = Policy::new("api", Strategy::Gcra, Quota::per_minute(60))
+            .unwrap()
+            .of_pauses();
+        let again = read("api", "g", pause.span()).unwrap();
+        assert!(again.is_pause() && again.id() == pause.id());
     }
 
     #[test]
     fn other_texts_are_no_span() {
         for (letter, span) in [
-            ("g", ""),
             ("g", "5/60s"),
             ("g", "5/m+5"),
-            ("g", "5/m,i"),
+            ("g", "i"),
+            ("t", "5/m,i"),
             ("g", "0/m"),
             ("g", "5/m:x"),
-            ("g", "5/m burst 7"),
             ("o", "60s"),
             ("o", "1m/10"),
             ("f", "1m+60s"),

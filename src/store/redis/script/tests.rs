@@ -3,7 +3,7 @@ use redis::{Cmd, Value};
 use super::call::PlanKey;
 use super::*;
 use crate::error::ErrorKind;
-use crate::limit::{Check, Key, Policies, Policy, Quota, Refill, Strategy};
+use crate::limit::{Check, Key, Policies, Policy, Quota, Refill, Strategy, Verdict};
 use crate::util::own_list;
 
 fn policies(limit: u32) -> Policies {
@@ -101,7 +101,7 @@ fn arguments(cmd: &Cmd) -> (Vec<String>, Vec<Vec<i64>>) {
     packed.extend(
         args.by_ref()
             .take(policies)
-            .map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])),
+            .map(|bytes| numbers(&bytes[..29], &[1, 7, 7, 7, 7])),
     );
     packed.extend(
         args.by_ref()
@@ -151,7 +151,7 @@ fn equal_consecutive_checks_share_a_plan() {
         "rl:{cid}:daily:g",
         "rl:{dan}:api:g",
     ]
-    .map(|key| format!("{key}:10/s+20"));
+    .map(str::to_owned);
     let policy = vec![7, 20, 100_000, 1, 0];
     let expected = vec![
         vec![3, 2, 0],
@@ -206,21 +206,22 @@ fn takes_under_meters_have_a_script_of_their_own() {
         })
         .collect();
     let keys = [
-        "rl:{ann}:api:g:10/s+20",
-        "rl:{bob}:api:g:10/s+20",
-        "rl:{cid}:burst:t:10/s",
-        "rl:{dan}:api:g:10/s+20",
+        "rl:{ann}:api:g",
+        "rl:{bob}:api:g",
+        "rl:{cid}:burst:t",
+        "rl:{dan}:api:g",
     ];
     assert_eq!(args[2], b"4");
     assert_eq!(args[3..7], keys.map(str::as_bytes));
+    // The writer: an interval of 3 bytes, ticks of 1, and the capacity.
     let runs = args[7..]
         .iter()
-        .map(|bytes| numbers(bytes, &[7, 7, 7, 7, 4, 4]));
+        .map(|bytes| numbers(bytes, &[7, 7, 7, 7, 4, 4, 3, 1, 3, 1]));
     // A cost above the capacity is lowered to just above it.
     let expected = [
-        [7, 2_000_000, 100_000, 1, 2, 1],
-        [7, 1_000_000, 200_000, 1, 1, 2],
-        [7, 2_000_000, 2_100_000, 1, 1, 1],
+        [7, 2_000_000, 100_000, 1, 2, 1, 100_000, 1, 20, 25],
+        [7, 1_000_000, 200_000, 1, 1, 2, 100_000, 1, 10, 25],
+        [7, 2_000_000, 2_100_000, 1, 1, 1, 100_000, 1, 20, 25],
     ];
     assert_eq!(runs.collect::<Vec<_>>(), expected);
 
@@ -252,7 +253,9 @@ fn takes_under_meters_have_a_script_of_their_own() {
 /// Packs an answer of `lua/takes.lua`.
 fn state(at: i64, level: i64) -> Vec<u8> {
     let number = |number: i64| number.to_le_bytes().into_iter().take(7);
-    number(at).chain(number(level)).chain([9; 5]).collect()
+    // The expiry of a charged one.
+    let last = if level < 0 { [0; 5] } else { [9; 5] };
+    number(at).chain(number(level)).chain(last).collect()
 }
 
 #[test]
@@ -292,6 +295,64 @@ fn takes_are_decided_by_the_returned_level() {
         ((0, 1_790), 2, 1, 1_700_001),
     ];
     assert_eq!(verdicts, expected);
+}
+
+/// While another quota drains the level, its times follow the answers.
+#[test]
+fn times_of_another_quota_follow_the_answers() {
+    let policies = named(&["api"]);
+    let mut call = ScriptCall::default();
+    for (caller, cost) in [("ann", 3), ("bob", 3), ("bob", 3), ("cid", 0), ("dan", 21)] {
+        call.push("rl", &Check::take(Key::new(caller), &policies, cost));
+    }
+    let numbered = |level: i64, number| {
+        let mut answer = state(1_790, -1 - level);
+        answer[14] = number;
+        answer
+    };
+    let answers = [
+        state(1_790, -1 - 1_800_000),
+        numbered(1_800_000, 1),
+        numbered(1_900_000, 2),
+        numbered(1_500_000, 3),
+    ];
+    let times = [state(7, 90), state(0, 95), state(0, 75)].map(|mut times| {
+        times[14..].fill(0);
+        times
+    });
+    let read = |records: &[&[Vec<u8>]]| {
+        let reply = Value::BulkString(records.concat().concat());
+        let verdicts: Result<Vec<_>, _> = call.read(&reply)?.collect();
+        let verdicts: Vec<_> = verdicts?;
+        Ok::<_, StoreError>(
+            verdicts
+                .iter()
+                .map(|verdicts| {
+                    let first = verdicts.first();
+                    (verdicts.granted, first.remaining, first.wait, first.reset)
+                })
+                .collect::<Vec<_>>(),
+        )
+    };
+    let expected = [
+        (0, 2, 100_000, 1_800_000),
+        (0, 2, 7, 90),
+        (0, 2, 7, 90),
+        (0, 1, 0, 95),
+        (0, 5, Verdict::NEVER, 75),
+    ];
+    assert_eq!(read(&[&answers, &times]).unwrap(), expected);
+    for wrong in [
+        vec![],
+        times[..2].to_vec(),
+        [&times[..], &times[..1]].concat(),
+        // A denial without a wait, and an allowed take with one.
+        vec![times[1].clone(), times[1].clone(), times[2].clone()],
+        vec![times[0].clone(), times[0].clone(), times[2].clone()],
+    ] {
+        let error = read(&[&answers, &wrong]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol);
+    }
 }
 
 #[test]
@@ -375,7 +436,7 @@ fn equal_checks_of_a_caller_share_entries() {
     call.push("rl", &Check::peek(Key::new("ann"), &one, 1));
     call.push("rl", &Check::peek(Key::new("ann"), &one, 1));
     let (keys, packed) = arguments(&call.command("EVALSHA", ""));
-    let (ann, bob) = ("rl:{ann}:api:g:10/s+20", "rl:{bob}:api:g:10/s+20");
+    let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
     assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
     // Two answers for ann's first entry, one for bob's, then the others in order of arrival.
     let runs = [[1, 1, 2], [1, 1, 1], [2, 1, 1], [1, 1, 1], [3, 2, 1]];
@@ -402,9 +463,9 @@ fn each_id_has_a_separate_key() {
     assert_eq!(
         keys,
         [
-            "rl:{ann}:burst:g:10/s+20:daily:g:10/s+20:17",
-            "rl:{ann}:burst:g:10/s+20",
-            "rl:{ann}:daily:g:10/s+20"
+            "rl:{ann}:burst:g:daily:g:17",
+            "rl:{ann}:burst:g",
+            "rl:{ann}:daily:g"
         ]
     );
     assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
@@ -539,7 +600,10 @@ fn a_take_alone_has_its_own_script() {
         args.collect::<Vec<_>>()
     };
     let packed = [1_000_000.0, 200_000.0, 1.0].map(f64::to_le_bytes);
-    let expected = [b"1", &b"rl:{ann}:api:g:10/s"[..], packed.as_flattened()];
+    // The writer: an interval of 100,000 in 3 bytes, ticks in 1, a capacity of 10 in 3, and these lengths.
+    let writer = [0xa0, 0x86, 0x01, 1, 10, 0, 0, 8 * 3 + 1];
+    let packed = [packed.as_flattened(), &writer].concat();
+    let expected = [b"1", &b"rl:{ann}:api:g"[..], &packed];
     assert_eq!(args(0), expected);
     assert_eq!(args(7), [&expected[..], &[b"7"]].concat());
 

@@ -84,6 +84,8 @@ macro_rules! script {
         /// The script for checks of any kind: the call, shared helpers, the strategies, the driver and the reply.
         pub(crate) const CHECK: &str = concat!(
             // Each file uses the locals of the files before it.
+            lua!("common"),
+            "\n",
             lua!("call"),
             "\n",
             numbers!(in_lua),
@@ -102,26 +104,35 @@ macro_rules! script {
     };
 }
 
-/// A script for frequent calls. The constants of modes and problems come after the fast path, which returns before Lua
-/// sets them: setting them takes time.
+/// A script for frequent calls. The code for rare ones comes after the fast path, which returns before: setting
+/// constants and creating functions takes time.
 macro_rules! fast {
-    ($path:literal, $failed:literal) => {
+    ($path:expr) => {
         concat!(
-            lua!($path),
+            $path,
             "\n",
             numbers!(in_lua),
+            "local policy_count = 0\n",
+            lua!("common"),
+            "\n",
+            lua!("prelude"),
+            "\n",
+            lua!("meter"),
+            "\n",
+            lua!("changed"),
+            "\n",
             lua!("problem"),
             "\n",
-            lua!($failed),
+            lua!("takes_failed"),
         )
     };
 }
 
 /// Decides a call of a single take under one meter.
-pub(crate) const TAKE: &str = fast!("take", "take_failed");
+pub(crate) const TAKE: &str = fast!(concat!(lua!("take"), "\n", lua!("takes")));
 
 /// Decides a call of takes, each under one meter.
-pub(crate) const TAKES: &str = fast!("takes", "takes_failed");
+pub(crate) const TAKES: &str = fast!(lua!("takes"));
 
 strategies!(script);
 
@@ -164,6 +175,15 @@ pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
             params.offset.unwrap_or(-1),
             params.width,
         ],
+    }
+}
+
+/// The bytes that name the quota of a meter in a value, and their number; none for another kind of count.
+pub(crate) fn writer(policy: &Policy) -> ([u8; 16], usize) {
+    if policy.frees().has_burst() {
+        policy.params().writer.to_bytes()
+    } else {
+        ([0; 16], 0)
     }
 }
 

@@ -53,7 +53,7 @@ use crate::util::{contain, instant, lock};
 ///   [partition](crate::store::RedisStoreBuilder::partitions), the same one in all stores. Each
 ///   partition is in one slot. The checks in flight of one partition share a script call, and the
 ///   calls to one master share a round trip. A caller's keys look like
-///   `rl:{17}:{user-42}:api:g:100/s`; on a single server, `rl:{user-42}:api:g:100/s`. The key
+///   `rl:{17}:{user-42}:api:g`; on a single server, `rl:{user-42}:api:g`. The key
 ///   `rl:{rl}:partitions` stores the number of partitions.
 /// - Each master has its own connections and queue. A [`Fallback`](crate::Fallback) has a breaker
 ///   per partition, so an unreachable master affects only its callers, until its replica has taken
@@ -546,6 +546,45 @@ impl SharedStore {
         };
         let outcome = attempt.await;
         outcome.map_err(|error| self.named(error, Some(node)))
+    }
+
+    /// Returns the strings under keys of a node. `None` for a key that does not exist or is no string, and for one
+    /// whose slot has moved.
+    pub(crate) async fn values(
+        self: &Arc<Self>,
+        node: Node,
+        keys: &[Vec<u8>],
+    ) -> Result<Vec<Option<Vec<u8>>>, StoreError> {
+        if keys.is_empty() {
+            return Ok(vec![]);
+        }
+        let pool = self.pool(node)?;
+        // One command for each key: they are in several slots of a cluster.
+        let commands = keys.iter().map(|key| {
+            let mut command = redis::cmd("MGET");
+            command.arg(key);
+            command
+        });
+        let attempt = async {
+            let time = self.settings.time_to_connect();
+            let mut connection = pool.checkout(time).await?;
+            let replies = connection.ask_all(commands, self.settings.timeout).await;
+            pool.give_back(connection);
+            let mut values = vec![];
+            for reply in replies? {
+                let value = reply.and_then(|reply| Ok(redis::from_redis_value(reply)?));
+                let [value]: [Option<Vec<u8>>; 1] = match value {
+                    Ok(value) => value,
+                    Err(error) if error.is_cluster_error() => [None],
+                    Err(error) => return Err(error_of(&error)),
+                };
+                values.push(value);
+            }
+            Ok(values)
+        };
+        attempt
+            .await
+            .map_err(|error: StoreError| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.

@@ -2,7 +2,7 @@
 //!
 //! All keys of a script call must be in one slot. If each caller had its own slot, the checks of
 //! different callers could not share a call. Therefore callers are assigned to a fixed number of
-//! *partitions*. The keys of a partition have its hash tag, as in `rl:{17}:{ann}:api:g:100/s`, so a
+//! *partitions*. The keys of a partition have its hash tag, as in `rl:{17}:{ann}:api:g`, so a
 //! partition is in one slot. The checks in flight of a partition share a script call, and the calls
 //! for all partitions of one master share a pipeline.
 //!
