@@ -32,7 +32,8 @@ use crate::error::ConfigError;
 /// one per minute and one per hour, need different names. A clone is the same policy.
 ///
 /// With the feature `serde`, a policy is a table: `{ name = "api", strategy = "gcra", quota =
-/// "100/s burst 200" }`. The strategy defaults to [`Strategy::Gcra`]. [`Policies`](super::Policies)
+/// "100/s burst 200" }`. The strategy defaults to [`Strategy::Gcra`], for a quota per month or year to
+/// its calendar in UTC. [`Policies`](super::Policies)
 /// are one such table or a list of them.
 ///
 /// ```
@@ -88,7 +89,9 @@ impl Policy {
     ///
     /// Returns an error if the name is empty, longer than 64 bytes, or contains a character other
     /// than ASCII letters, digits, `-`, `_`, `.` and `/`; if the quota is not
-    /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a limit above
+    /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a quota per month or
+    /// year under another strategy than that calendar, and for a calendar of another unit than the
+    /// quota; for a limit above
     /// 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
     /// than 1000 cells.
     pub fn new(
@@ -517,13 +520,6 @@ impl PolicyKind {
             Self::Rate(strategy) => strategy.frees(),
             Self::InFlight => Frees::OnRelease,
         }
-    }
-}
-
-/// The strategy of a policy that names none.
-impl Default for PolicyKind {
-    fn default() -> Self {
-        Self::Rate(Strategy::default())
     }
 }
 
