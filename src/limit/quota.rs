@@ -33,8 +33,8 @@ const YEAR: &str = "year";
 /// Output uses the shortest of these forms, such as `10/m` or `5/15m`. The feature `serde` uses the
 /// same text.
 ///
-/// A `month` and a `year` are those of a calendar: only
-/// [`Align::Calendar`](crate::strategy::Align::Calendar) counts them. A `week` is 7 days.
+/// Only [`Align::Calendar`](crate::strategy::Align::Calendar) counts a `month` or a `year`. A `week` is
+/// 7 days.
 ///
 /// ```
 /// use std::time::Duration;

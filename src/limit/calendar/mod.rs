@@ -79,7 +79,7 @@ pub(crate) struct Window {
 
 /// The latest instant in microseconds, in the year 2255: a larger number is not exact in Lua.
 const LATEST: i64 = 1 << 53;
-/// Maximum time by which a change of a zone lengthens a window. Moving the date line is a day.
+/// Upper bound of the time that a zone's change adds to a window. Moving the date line adds a day.
 const LONGEST_CHANGE: Duration = Duration::from_secs(2 * 86_400);
 
 impl Calendar {
@@ -159,8 +159,7 @@ impl Calendar {
     /// `-03:30`, or with the feature `time-zones` a name of the IANA database, such as
     /// `Europe/Berlin`, whose midnight stays midnight in summer.
     ///
-    /// Names come from the database of the machine, or if it has none, from that of the crate
-    /// `jiff`. A process keeps the rules with which it first used a zone. Instances with other rules
+    /// Names come from the machine's database; without one, the crate `jiff` brings its own. A process keeps the rules with which it first used a zone. Instances with other rules
     /// may disagree about a border: a count is then kept until the later end.
     ///
     /// # Errors
@@ -209,7 +208,7 @@ impl Calendar {
         }
     }
 
-    /// Returns the borders of two windows that touch: the one of `now`, and the nearer one beside it.
+    /// Returns the borders of two windows that touch: the window of `now`, and the nearer neighbor.
     pub(crate) fn borders(&self, now: i64) -> [i64; 3] {
         let now = now.clamp(0, LATEST);
         let Window { start, end } = self.window(now);
@@ -225,7 +224,7 @@ impl Calendar {
         self.zone.start_of(self.first_day(number))
     }
 
-    /// Returns the number of a window whose first day is this one or earlier, or that of the next window.
+    /// Returns the number of the window that begins on or before this day, or of the next one.
     fn number_of(&self, day: i64) -> i64 {
         match self.unit {
             Unit::Day => day,

@@ -7,7 +7,7 @@ use named::NamedZone;
 
 const MICROS_PER_DAY: i64 = 86_400_000_000;
 const MICROS_PER_MINUTE: i64 = 60_000_000;
-/// Maximum offset in minutes. Kiribati has it.
+/// Maximum offset in minutes: that of Kiribati.
 const MAX_OFFSET: i64 = 14 * 60;
 
 /// The time zone of a calendar.
@@ -134,14 +134,14 @@ mod named {
 
     /// A zone of the IANA database, with the rules that it had when the process first used it.
     ///
-    /// The process keeps each used zone, of which the database has some hundreds, so that a calendar is `Copy`.
+    /// The process keeps each used zone, so that a calendar is `Copy`. The database has some hundreds.
     #[derive(Clone, Copy)]
     pub(in crate::limit) struct NamedZone(&'static TimeZone);
 
     static ZONES: LazyLock<Mutex<HashMap<String, NamedZone>>> = LazyLock::new(Mutex::default);
 
     impl NamedZone {
-        /// Returns the zone with this name, in any case of letters. `None` if the database has none.
+        /// Returns the zone with this name, in any case of letters. `None` for an unknown name.
         pub(super) fn get(name: &str) -> Option<Self> {
             let zone = TimeZone::get(name).ok()?;
             let name = zone.iana_name()?.to_owned();

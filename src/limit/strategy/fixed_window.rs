@@ -37,8 +37,8 @@ pub enum Align {
     /// Each caller's window starts with its first charge and lasts one period. The next charge
     /// after that starts another window.
     FirstHit,
-    /// With the days, weeks, months or years of a time zone, by Redis's clock. The period of the
-    /// quota is that unit: [`per_day`](Quota::per_day), [`per_week`](Quota::per_week),
+    /// In the days, weeks, months or years of a calendar, by Redis's clock. The period of the quota is
+    /// the same unit: [`per_day`](Quota::per_day), [`per_week`](Quota::per_week),
     /// [`per_month`](Quota::per_month) or [`per_year`](Quota::per_year).
     ///
     /// Instances whose clocks are wrong decide the same: only a [`LocalStore`](crate::LocalStore),

@@ -120,7 +120,7 @@ pub enum Strategy {
     /// A denied caller waits until the window ends.
     ///
     /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]). With
-    /// [`Align::Calendar`], as the plans of most APIs: so many requests a month.
+    /// [`Align::Calendar`], as the plans of most APIs, such as 10,000 requests a month.
     ///
     /// ![Aligned to the clock, it grants 20 requests in 10 s around a border][fixed_window]
     ///
@@ -166,8 +166,8 @@ pub enum Strategy {
 }
 
 impl Strategy {
-    /// Returns the strategy of a policy that names none: [`Gcra`](Self::Gcra), but for a quota per
-    /// month or year its calendar in UTC.
+    /// Returns the default strategy for a quota: for one per month or year, the months or years in UTC;
+    /// otherwise [`Gcra`](Self::Gcra).
     ///
     /// ```
     /// use tower_redis_ratelimit::{Quota, Strategy};

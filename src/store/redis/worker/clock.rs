@@ -27,7 +27,7 @@ impl RedisClock {
     }
 
     /// Records Redis's time.
-    pub(super) fn set(&self, at: i64) {
+    pub(in crate::store::redis) fn set(&self, at: i64) {
         let ahead = at.saturating_sub(self.own.micros());
         self.ahead.store(ahead, Ordering::Relaxed);
     }

@@ -190,7 +190,7 @@ pub(crate) struct SharedStore {
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// The time that tests set; 0 for Redis's own time.
     pub(super) now: Arc<AtomicI64>,
-    pub(super) clock: RedisClock,
+    pub(in crate::store::redis) clock: RedisClock,
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
     queues: Mutex<NodeQueues>,

@@ -256,7 +256,7 @@ impl Worker {
         let mut replies = connection.run(batch.calls(), timeout).await?;
         let outside = batch.outside(&replies);
         if !outside.is_empty() {
-            // Those calls have decided nothing.
+            // The script has decided nothing in these calls.
             batch.set_clocks(&outside, &inner.clock);
             let calls: SmallVec<[&ScriptCall; 1]> =
                 outside.iter().map(|(i, _)| &batch.calls()[*i]).collect();
@@ -422,7 +422,7 @@ impl Batch {
         self.len = 0;
     }
 
-    /// Groups the checks and builds the calls. `now` is 0 for Redis's own time, of which `clock` is an estimate.
+    /// Groups the checks and builds the calls. `now` is 0 for Redis's own time; `clock` estimates it.
     fn make_calls(&mut self, topology: &Topology, prefix: &str, now: i64, clock: i64) {
         let Self {
             jobs, calls, len, ..
