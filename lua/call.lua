@@ -63,6 +63,9 @@ do
   end
 end
 
+-- Whether the time is outside of the borders of a policy's calendar.
+local outside
+
 -- Preallocated for twelve answers: a table that grows is copied each time its size doubles.
 local reply = {
   nil,

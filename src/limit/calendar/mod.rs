@@ -193,6 +193,26 @@ impl Calendar {
 
     /// Returns the window that contains an instant, in microseconds since the Unix epoch.
     pub(crate) fn window(&self, now: i64) -> Window {
+        let number = self.number_at(now);
+        Window {
+            start: self.start(number),
+            end: self.start(number + 1),
+        }
+    }
+
+    /// Returns the borders of two windows that touch: the window of `now`, and the nearer neighbor.
+    pub(crate) fn borders(&self, now: i64) -> [i64; 3] {
+        let number = self.number_at(now);
+        let (start, end) = (self.start(number), self.start(number + 1));
+        if now.saturating_sub(start) < end.saturating_sub(now) {
+            [self.start(number - 1), start, end]
+        } else {
+            [start, end, self.start(number + 2)]
+        }
+    }
+
+    /// Returns the number of the window that contains an instant.
+    fn number_at(&self, now: i64) -> i64 {
         let now = now.clamp(0, LATEST);
         let mut number = self.number_of(self.zone.day_at(now));
         // A zone that sets its clocks back over midnight has instants of a day after the next one has started.
@@ -202,21 +222,7 @@ impl Calendar {
         while self.start(number + 1) <= now {
             number += 1;
         }
-        Window {
-            start: self.start(number),
-            end: self.start(number + 1),
-        }
-    }
-
-    /// Returns the borders of two windows that touch: the window of `now`, and the nearer neighbor.
-    pub(crate) fn borders(&self, now: i64) -> [i64; 3] {
-        let now = now.clamp(0, LATEST);
-        let Window { start, end } = self.window(now);
-        if now - start < end - now {
-            [self.window(start - 1).start, start, end]
-        } else {
-            [start, end, self.window(end).end]
-        }
+        number
     }
 
     /// Returns the start of a window by its number.

@@ -125,6 +125,7 @@ impl FromStr for Calendar {
         };
         let words: Vec<&str> = unit.split_whitespace().collect();
         let calendar = match words.as_slice() {
+            [] => of_words("", &[]),
             [name] => of_words(name, &[]),
             [name, "from", anchor @ ..] if !anchor.is_empty() => of_words(name, anchor),
             _ => Err("only `from` and a day may follow the unit"),

@@ -524,7 +524,8 @@ mod tests {
         );
         let peek = Check::peek(Key::GLOBAL, &policies, 1);
         let mut states = vec![crate::limit::State::fresh(policies[0].kind())];
-        let unused = peek.decide(&mut states, 1_700_000_000_000_000);
+        let mut unused = peek.decide(&mut states, 1_700_000_000_000_000);
+        unused.at = 1_700_000_000_000_000;
         let texts = Texts::new(&policies);
         assert_eq!(
             texts.rate_limit(&peek.answer(unused, Source::Local)),
