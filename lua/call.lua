@@ -12,8 +12,8 @@
 --                            for a take ahead, the maximum wait in microseconds until its turn, when the cost fits;
 --                            for a refund of a turn, -1;
 --                            for a charge whose debt must refill in time, minus that time in microseconds;
---                            for any other check, the microseconds for which its answer is remembered under its id, or 0
---                            without an id.
+--                            for any other check, the microseconds for which its answer is remembered under its id, or
+--                            longer, until the fixed windows that have counted it end; 0 without an id.
 --                          A check that only records an id (RECORD) charges nothing, and its cost is what the
 --                          remembered answer has granted.
 --                          The plan of a refund ends with the charge that it refunds, in full or in part: its cost; its

@@ -289,6 +289,11 @@ if not only_runs then
   -- Remembers the answers after the place `from`. The key of the id precedes the keys of the policies.
   local function remember(plan, from)
     local forget_at = now + plan.remember
+    for i = 1, #plan do
+      if plan[i].is_window then
+        forget_at = max(forget_at, now + reply[from + 4 * i])
+      end
+    end
     local answer = encode(TIMES, now, forget_at)
     for i = from + 1, replied, 4 do
       answer = answer .. encode(ANSWER, plan.recorded or max(0, reply[i]), reply[i + 1], reply[i + 3])
@@ -382,7 +387,7 @@ if not only_runs then
       return nil
     elseif charged_at > now then
       -- The clock was set back: treat the charge as made now.
-      charged_at, forget_at = now, now + plan.remember
+      charged_at, forget_at = now, now + forget_at - charged_at
       write(key, encode(TIMES, charged_at, forget_at) .. sub(value, 1 + TIMES_LENGTH), expiry(forget_at + keep))
     end
     for i = 1, count do

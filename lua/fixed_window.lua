@@ -13,14 +13,14 @@ local FORMAT, LENGTH = '<i7I5I5', 17
 -- place of the period, the offset and the width. An offset is less than its period.
 local function policy(capacity, period, offset, width)
   if offset < period then
-    return { capacity = capacity, period = period, offset = offset }
+    return { capacity = capacity, period = period, offset = offset, is_window = true }
   end
   local start, stop = period, offset
   if now >= stop then
     start, stop = stop, width
   end
   outside = outside or now < start or now >= stop
-  return { capacity = capacity, period = stop - start, offset = start, is_calendar = true }
+  return { capacity = capacity, period = stop - start, offset = start, is_window = true, is_calendar = true }
 end
 
 -- Returns the start of the current window: the last boundary of the clock, or now.

@@ -315,7 +315,7 @@ impl Notifier {
     }
 
     /// Reports, once, if another layer or limiter over the same store counts by these policies with another
-    /// limit, so that each uses up the limit of the other.
+    /// limit: each uses up the limit of the other.
     #[inline]
     pub(crate) fn shared_count(
         &self,

@@ -1,11 +1,10 @@
-use super::{Check, Extra, Mode, Policies, Verdicts};
+use super::{Check, Extra, Frees, Mode, Policies, Verdicts};
 
-/// The decision on a check with an id, returned again to repeated checks for the longest period of
-/// its policies.
+/// The decision on a check with an id, returned again to repeated checks.
 #[derive(Debug, Clone)]
 pub(crate) struct Answered {
-    /// The longest period of the policies, in microseconds.
-    pub(super) period: i64,
+    /// The time of the charge.
+    pub(super) charged_at: i64,
     pub(super) verdicts: Verdicts,
 }
 
@@ -16,7 +15,7 @@ impl Answered {
     }
 
     /// A repetition passes, also of a charge that a full debt has cut to nothing.
-    pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
+    pub(crate) fn new(check: &Check, verdicts: &Verdicts, now: i64) -> Self {
         let mut verdicts = verdicts.clone();
         if let Some(Extra::Recorded(_, granted)) = check.extra() {
             verdicts.granted = (*granted).into();
@@ -25,14 +24,19 @@ impl Answered {
             verdict.wait = 0;
         }
         Self {
-            period: longest_period(check.policies()),
+            charged_at: now,
             verdicts,
         }
     }
 
-    /// Returns how long the id is remembered, in microseconds.
-    pub(crate) fn period(&self) -> i64 {
-        self.period
+    /// Returns the time until which the id is remembered: the end of each fixed window that has counted the charge, and
+    /// a period under each other policy.
+    pub(crate) fn until(&self, policies: &Policies) -> i64 {
+        let windows = policies.iter().zip(&self.verdicts.each);
+        let windows = windows.filter(|(policy, _)| policy.frees() == Frees::WithWindow);
+        let end = windows.map(|(_, verdict)| verdict.reset).max();
+        let lasts = longest_period(policies).max(end.unwrap_or(0));
+        self.charged_at.saturating_add(lasts)
     }
 
     /// Returns the decision for another check with the same id and number of policies. The decision
@@ -42,7 +46,7 @@ impl Answered {
             return None;
         }
         let mut again = self.verdicts.clone();
-        again.age = (now - (until - self.period)).max(1);
+        again.age = (now - self.charged_at).max(1);
         // A quota may have been lowered since, and no more than its capacity can remain.
         for (verdict, policy) in again.each.iter_mut().zip(check.policies()) {
             verdict.remaining = verdict.remaining.min(policy.params().capacity);
@@ -51,8 +55,11 @@ impl Answered {
     }
 }
 
-/// Returns the longest period, in microseconds.
-fn longest_period(policies: &Policies) -> i64 {
-    let periods = policies.iter().map(|policy| policy.params().period);
-    periods.max().unwrap_or(0)
+/// Returns the longest period of the policies without a fixed window, in microseconds; at least 1.
+pub(crate) fn longest_period(policies: &Policies) -> i64 {
+    let others = policies
+        .iter()
+        .filter(|policy| policy.frees() != Frees::WithWindow);
+    let periods = others.map(|policy| policy.params().period);
+    periods.max().unwrap_or(1)
 }

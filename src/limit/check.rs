@@ -197,7 +197,9 @@ impl Check {
     /// charged. A denial is not stored: the request may be repeated, and is allowed as soon as it
     /// fits. A [charge](Self::charge) stores its id even if it charges 0.
     ///
-    /// A store keeps an id for the longest period of the policies. A caller that sends the same id with
+    /// A store keeps an id for the longest period of the policies, and under a
+    /// [`FixedWindow`](crate::Strategy::FixedWindow) until the window ends: a retry after that is charged in the
+    /// next window. With several policies the latest of these times counts. A caller that sends the same id with
     /// every request is charged once. So a client may choose an id only if the service replays the
     /// response to it, as with an `Idempotency-Key`. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest

@@ -100,9 +100,12 @@ impl Counts {
         }
         bytes.len(self.answers.len());
         for (key, answer) in &self.answers {
-            let Answered { period, verdicts } = &answer.value;
+            let Answered {
+                charged_at,
+                verdicts,
+            } = &answer.value;
             bytes.key(key);
-            bytes.numbers(&[answer.until, *period, verdicts.granted]);
+            bytes.numbers(&[answer.until, *charged_at, verdicts.granted]);
             bytes.len(verdicts.each.len());
             for verdict in &verdicts.each {
                 bytes.numbers(&[verdict.remaining, verdict.reset]);
@@ -150,8 +153,8 @@ impl Counts {
         }
         let verdicts = self.charge(check, now);
         if Answered::is_kept(check, &verdicts) {
-            let value = Answered::new(check, &verdicts);
-            let until = now.saturating_add(value.period);
+            let value = Answered::new(check, &verdicts, now);
+            let until = value.until(check.policies());
             self.answers.insert(key.into(), Expiring { value, until });
         }
         verdicts
@@ -245,7 +248,7 @@ impl<'a> Reader<'a> {
     fn answer(&mut self) -> Option<(Box<[u8]>, Expiring<Answered>)> {
         let key = self.key()?;
         let until = self.number()?;
-        let period = self.number()?;
+        let charged_at = self.number()?;
         let granted = self.number()?;
         let mut verdicts = Verdicts::new(granted, SmallVec::new());
         for _ in 0..self.len()? {
@@ -256,7 +259,10 @@ impl<'a> Reader<'a> {
                 reset: self.number()?,
             });
         }
-        let value = Answered { period, verdicts };
+        let value = Answered {
+            charged_at,
+            verdicts,
+        };
         Some((key.into(), Expiring { value, until }))
     }
 

@@ -38,7 +38,7 @@ pub use quota::Quota;
 pub use rate_limited::RateLimited;
 pub use strategy::{Align, Mode, Refill, Strategy};
 
-pub(crate) use answered::Answered;
+pub(crate) use answered::{Answered, longest_period};
 pub(crate) use calendar::Window;
 pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::{MadeBy, Verdicts};

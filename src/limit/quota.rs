@@ -18,6 +18,11 @@ const YEAR: &str = "year";
 /// invalid quota, such as one with a limit or a period of 0: the bounds depend on the strategy, and
 /// a policy is fallible anyway. [`is_valid`](Self::is_valid) checks a constant at compile time.
 ///
+/// # Changes
+///
+/// Another quota under the name and strategy of a [`Policy`](super::Policy) continues its count: see
+/// there. Only another period of a window, a log or a counter starts a new count.
+///
 /// # As text
 ///
 /// `100/s`, `10/min`, `5 per 15m`, `1000 per hour burst 50`:

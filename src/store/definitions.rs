@@ -142,6 +142,18 @@ impl PolicyModel {
         }
     }
 
+    /// The first time at which an id that was charged at `now` is unknown.
+    fn id_until(&self, now: i64) -> i64 {
+        match (self.strategy, &self.rule) {
+            // The window that has counted it.
+            (Strategy::FixedWindow(_), Rule::Charges(charges)) => charges
+                .first()
+                .map_or(now, |first| self.expiry(first.since)),
+            _ => now + self.period,
+        }
+        .max(now + 1)
+    }
+
     /// Removes the charges that have expired or drained at `now`.
     fn pass_to(&mut self, now: i64) {
         let counts_for = self.expiry(0);
@@ -375,7 +387,6 @@ struct Numbers {
 /// A caller under a list of policies.
 struct Model {
     each: Vec<PolicyModel>,
-    longest: i64,
     /// The answers by id, until a time.
     answers: HashMap<u8, (i64, Expected)>,
     last_number: u64,
@@ -441,7 +452,12 @@ impl Model {
         if let Some(id) = id
             && (expected.granted > 0 || mode == Mode::Charge)
         {
-            let until = now + self.longest;
+            let until = self
+                .each
+                .iter()
+                .map(|model| model.id_until(now))
+                .max()
+                .unwrap();
             self.answers.insert(id, (until, expected.clone()));
         }
         expected
@@ -524,7 +540,6 @@ impl Run {
             policies.push(policy);
         }
         let model = Model {
-            longest: each.iter().map(|model| model.period).max().unwrap(),
             each,
             answers: HashMap::new(),
             last_number: 0,

@@ -433,8 +433,8 @@ impl CountShard {
         }
         let verdicts = self.decide(check, caller, now);
         if Answered::is_kept(check, &verdicts) {
-            let value = Answered::new(check, &verdicts);
-            let hold = Hold::new(0, now + value.period());
+            let value = Answered::new(check, &verdicts, now);
+            let hold = Hold::new(0, value.until(check.policies()));
             self.answers.put(answer, value, hold, now);
         }
         verdicts

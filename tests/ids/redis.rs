@@ -1,21 +1,22 @@
 //! Ids of requests: a repeated request is charged once, by all instances together.
 
 use std::convert::Infallible;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::future::join_all;
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::{Decision, Source};
+use tower_redis_ratelimit::check::{Check, Decision, Source};
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::settle::Settlement;
-use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::store::{Counts, Store};
+use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{
     CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer,
     RedisStore, Strategy,
 };
 
-use crate::support::{RedisServer, policy, until};
+use crate::support::{RedisServer, STRATEGIES, is_gradual, policy, until};
 
 const QUOTA: &str = "100/100d";
 
@@ -54,6 +55,83 @@ where
 {
     let response = service.clone().oneshot(request(id)).await.unwrap();
     response.extensions().get::<Decision>().unwrap().clone()
+}
+
+/// A retry after the end of the window is charged in the next one. Next to a bucket, the latest end counts: a period from
+/// the charge.
+#[test]
+fn an_id_ends_with_its_window() {
+    let window = Policy::new("window", Strategy::FixedWindow(Align::FirstHit), "100/10s").unwrap();
+    let bucket = Policy::new("bucket", Strategy::Gcra, "1000/5s").unwrap();
+    let both = Policies::new([window.clone(), bucket]).unwrap();
+    let mut counts = Counts::default();
+    let mut left = |policies: &Policies, seconds: f64, id: Option<&str>| {
+        let take = Check::take(Key::GLOBAL, policies, 10);
+        let take = match id {
+            Some(id) => take.with_id(id),
+            None => take,
+        };
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs_f64(seconds);
+        let decision = counts.decide(&take, now, Source::Local);
+        decision.each().next().unwrap().remaining()
+    };
+    let alone = Policies::from(window);
+    assert_eq!(left(&alone, 100.0, None), 90);
+    assert_eq!(left(&alone, 108.0, Some("late")), 80);
+    assert_eq!(left(&alone, 109.999, Some("late")), 80, "repeated");
+    assert_eq!(left(&alone, 110.005, Some("late")), 90, "charged");
+
+    assert_eq!(left(&both, 200.0, None), 90);
+    assert_eq!(left(&both, 208.0, Some("late")), 80);
+    assert_eq!(left(&both, 212.999, Some("late")), 80, "repeated");
+    assert_eq!(left(&both, 213.0, Some("late")), 90, "charged");
+}
+
+/// A request that is repeated under another quota, as in a rolling deploy or after an upgrade, is charged once.
+#[tokio::test]
+async fn a_changed_quota_keeps_the_ids() {
+    let server = RedisServer::start();
+    let (redis, local) = (store(&server), LocalStore::default());
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| is_gradual(*strategy))
+    {
+        let [lower, higher] =
+            ["100/100d", "300/100d burst 200"].map(|quota| policy(strategy, quota));
+        let ann = Key::new(strategy.to_string());
+        let take = |policies, id| Check::take(ann, policies, 10).with_id(id);
+        let left = |policies| Check::peek(ann, policies, 0);
+        for (policies, id, remaining) in [
+            (&lower, "one", [90, 190]),
+            (&higher, "one", [90, 190]),
+            (&higher, "two", [80, 180]),
+            (&lower, "two", [80, 180]),
+            (&lower, "one", [80, 180]),
+        ] {
+            for decision in [
+                redis.check(take(policies, id)).await.unwrap(),
+                local.check(take(policies, id)).await.unwrap(),
+            ] {
+                assert_eq!(
+                    decision.granted(),
+                    10,
+                    "{strategy}: {id} under {policies:?}"
+                );
+            }
+            for (policies, remaining) in [&lower, &higher].into_iter().zip(remaining) {
+                for peek in [
+                    redis.check(left(policies)).await.unwrap(),
+                    local.check(left(policies)).await.unwrap(),
+                ] {
+                    assert_eq!(
+                        peek.remaining(),
+                        remaining,
+                        "{strategy}: {id} of {policies:?}"
+                    );
+                }
+            }
+        }
+    }
 }
 
 #[tokio::test]

@@ -230,6 +230,35 @@ impl Decision {
         clamp(self.verdict().remaining)
     }
 
+    /// Returns the used part of the [capacity](Self::capacity): all of it except for what [remains](Self::remaining),
+    /// so at most the capacity, also in debt. A [peek](crate::check::Check::peek) shows a caller's usage and charges
+    /// nothing; [`each`](Self::each) returns the usage under each policy.
+    ///
+    /// In an outage, the units that other instances may grant count as used. A [cached](Source::Cached) denial
+    /// reports the usage at the time of the denial.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let policies = Policies::new([
+    ///     Policy::new("burst", Strategy::Gcra, "10/h")?,
+    ///     Policy::new("daily", Strategy::SlidingLog, "100/d")?,
+    /// ])?;
+    /// let limiter = Limiter::new(LocalStore::default(), policies);
+    /// let _ = limiter.take(Key::new("ann"), 3).await?;
+    /// let usage = limiter.peek(Key::new("ann"), 0).await?;
+    /// assert_eq!((usage.used(), usage.capacity()), (3, 10));
+    /// let of_all: Vec<u32> = usage.each().map(|each| each.used()).collect();
+    /// assert_eq!(of_all, [3, 3]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn used(&self) -> u32 {
+        self.capacity().saturating_sub(self.remaining())
+    }
+
     /// Returns how long to wait before the same check can be allowed. `None` if it was not denied,
     /// or if waiting does not help.
     #[doc(alias = "Retry-After")]

@@ -45,6 +45,25 @@ fn every_policy_must_allow_a_check() {
     assert_ne!(equal, decision);
 }
 
+/// Of each policy, and never more than its capacity.
+#[test]
+fn usage_is_all_that_does_not_remain() {
+    let (policies, mut counts) = (policies(), Counts::default());
+    let mut used_after = |check: Check| {
+        let decision = counts.decide(&check, SystemTime::UNIX_EPOCH, SOURCE);
+        let each: Vec<u32> = decision.each().map(|each| each.used()).collect();
+        (decision.policy().name().to_owned(), decision.used(), each)
+    };
+    let peek = || Check::peek(Key::GLOBAL, &policies, 0);
+    assert_eq!(used_after(peek()).2, [0, 0]);
+    let taken = used_after(Check::take(Key::GLOBAL, &policies, 3));
+    assert_eq!(taken, ("five".to_owned(), 3, vec![3, 3]));
+    assert_eq!(used_after(Check::take(Key::GLOBAL, &policies, 3)).2, [3, 3]);
+    let debt = used_after(Check::charge(Key::GLOBAL, &policies, 5));
+    assert_eq!(debt, ("five".to_owned(), 5, vec![8, 5]));
+    assert_eq!(used_after(peek()), debt);
+}
+
 #[test]
 fn expired_charges_are_not_refunded() {
     let (key, policies, second) = (Key::GLOBAL, policies(), Duration::from_secs(1));

@@ -9,8 +9,8 @@
 /// ```
 ///
 /// All numbers have their least significant byte first. Lua reads the first 8 bytes as a double to compare them: that is
-/// never NaN, since the last byte is below 0x7f. For a meter that drains after each period, the period is in the place of
-/// the interval, which is 1.
+/// never NaN, since the last byte is below 0x7f. A meter that drains after each period has an interval of 1, and
+/// stores the period instead.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Writer {
     pub(crate) code: u64,

@@ -102,7 +102,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// ```
     ///
     /// - **The store keeps an id** of a granted request for the longest period of the policies, for
-    ///   all instances. A denial is not stored, so a denied request may be repeated.
+    ///   all instances; under a [`FixedWindow`](crate::Strategy::FixedWindow) until the window ends, so a
+    ///   retry after that is charged in the next window. A denial is not stored, so a denied request may
+    ///   be repeated.
     /// - **A caller that chooses its ids can repeat one with every request** and is charged once.
     ///   Use such an id only if the service behind the layer answers a known one without new work.
     /// - **A repeated request reserves nothing.** The first one settles the charge. If that refunds

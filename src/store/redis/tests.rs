@@ -119,6 +119,42 @@ async fn changing_quotas() {
     }
 }
 
+/// Each of some extreme quotas after each other one.
+#[tokio::test]
+async fn extreme_quotas_change_alike() {
+    const EXTREMES: [&str; 8] = [
+        "1/us burst 1",
+        "4294967295/us",
+        "4294967295/us burst 1",
+        "1/366d",
+        "4294967295/366d",
+        "1/366d burst 4294967295",
+        "1000003/s burst 4294967295",
+        "999983/30d",
+    ];
+    let server = RedisServer::start();
+    let mut trace = Trace::new(24, &server);
+    let buckets = Strategy::ALL
+        .iter()
+        .filter(|strategy| strategy.frees().has_burst());
+    for strategy in buckets {
+        // A token bucket's state is of one type for both refills.
+        trace.states.clear();
+        let lists: Vec<[Policies; 1]> = EXTREMES
+            .iter()
+            .filter_map(|quota| Policy::new("extreme", *strategy, *quota).ok())
+            .map(|policy| [policy.into()])
+            .collect();
+        assert!(lists.len() > 5, "{strategy}");
+        for one in &lists {
+            for other in &lists {
+                trace.run(one, 6).await;
+                trace.run(other, 6).await;
+            }
+        }
+    }
+}
+
 /// Several quotas of a window under one name, and callers that choose between them: each count is just what its
 /// definition says, in Redis and in a local store.
 #[tokio::test]
@@ -190,8 +226,8 @@ async fn every_quota_of_a_name_holds_alone() {
     );
 }
 
-/// Instances with two quotas of a bucket, for 60 seconds: together they grant at most what the looser one does, and one
-/// of them as much as it does alone while the other is not used.
+/// Instances with two quotas of a bucket, for 60 seconds: together they grant at most what the looser quota does, and at
+/// least what the first one does.
 #[tokio::test]
 async fn two_quotas_of_a_bucket_grant_as_one() {
     let server = RedisServer::start();
@@ -231,7 +267,7 @@ async fn two_quotas_of_a_bucket_grant_as_one() {
             now.store(start + 50_000 * (step as i64 + 1), Relaxed);
         }
         println!(
-            "100/10s beside {}: {granted}, at most {most}",
+            "100/10s and {}: {granted}, at most {most}",
             other[0].quota()
         );
         assert!((600..=most).contains(&granted), "{granted} of {most}");
@@ -266,14 +302,20 @@ async fn ids() {
         };
         let period = longest_period(&lists[trace.rng.usize(..asked.len())]);
         let start = trace.now.load(Relaxed) + trace.rng.i64(1..10_000_000);
-        let ages = [
+        // The end of the window of the clock, or any other time.
+        let window = period - start % period;
+        let mut ages = [
             0,
             trace.rng.i64(0..period),
+            window - 1,
+            window,
+            window + 1,
             period - 1,
             period,
             period + 1,
             period + trace.rng.i64(1..2_000),
         ];
+        ages.sort();
         let mut first = None;
         for age in ages {
             trace.now.store(start + age, Relaxed);

@@ -118,6 +118,12 @@ async fn a_bucket_names_its_quota_in_few_bytes() {
     let bytes = take("6/m").await;
     println!("changed: {bytes} bytes");
     assert!(bytes <= least + 16, "{bytes} bytes");
+    let _: String = server.command("FLUSHALL").await;
+    // Both in the long form.
+    let _ = take("4294967295/366d").await;
+    let bytes = take("4294967294/366d").await;
+    println!("changed, with large numbers: {bytes} bytes");
+    assert!(bytes <= 152, "{bytes} bytes");
 }
 
 #[tokio::test]

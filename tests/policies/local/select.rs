@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
 
 use axum::{Router, routing::get};
 use http::request::Parts;
@@ -16,6 +17,7 @@ use tower_redis_ratelimit::{
 };
 
 use crate::mocks::*;
+use crate::support::{STRATEGIES, is_gradual};
 
 /// Counts by user, under the selected policies.
 fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
@@ -329,6 +331,53 @@ async fn stored_policies_apply_next_and_keep_counts() {
         Policy::new("api", Strategy::Gcra, Quota::per_minute(0)).map(|policy| live.replace(policy));
     assert!(refused.is_err());
     assert_eq!(quotas(&send(&service, request("bob")).await), "\"api\";q=4");
+}
+
+/// A customer who is raised gets the rest of the larger plan, and one who is lowered waits until the larger one has
+/// drained the difference.
+#[tokio::test(start_paused = true)]
+async fn a_changed_plan_keeps_what_was_used() {
+    let minute = Duration::from_secs(60);
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| is_gradual(*strategy))
+    {
+        let plan = |quota: &str| Policy::new("api", strategy, quota).unwrap();
+        let tiers = Tiers::new(plan("10/h")).tier("pro", plan("20/h"));
+        let service = limited(by(tiers));
+        let exhaust = async |tier| {
+            for granted in 0.. {
+                let response = send(&service, of_tier("alice", tier)).await;
+                if response.status() == 429 {
+                    return (granted, decision(&response).unwrap().retry_after());
+                }
+            }
+            unreachable!("a bucket is limited")
+        };
+        assert_eq!(exhaust("free").await, (10, Some(6 * minute)), "{strategy}");
+        // A unit of the larger plan drains in three minutes.
+        assert_eq!(exhaust("pro").await, (10, Some(3 * minute)), "{strategy}");
+        assert_eq!(exhaust("free").await, (0, Some(33 * minute)), "{strategy}");
+        tokio::time::advance(33 * minute).await;
+        assert_eq!(exhaust("free").await, (1, Some(6 * minute)), "{strategy}");
+        // Of 20, 10 are used.
+        assert_eq!(exhaust("pro").await, (10, Some(3 * minute)), "{strategy}");
+    }
+}
+
+/// A denied caller who is raised waits at the rate of the larger plan from then on.
+#[tokio::test(start_paused = true)]
+async fn a_raised_plan_does_not_wait_for_the_old_one() {
+    let plan = |quota: &str| Policy::new("api", Strategy::Gcra, quota).unwrap();
+    let tiers = Tiers::new(plan("1/d")).tier("pro", plan("100/s burst 1"));
+    let service = limited(by(tiers));
+    assert_eq!(send(&service, request("alice")).await.status(), 200);
+    let denied = send(&service, of_tier("alice", "pro")).await;
+    let wait = Duration::from_millis(10);
+    assert_eq!(decision(&denied).unwrap().retry_after(), Some(wait));
+    tokio::time::advance(wait).await;
+    let raised = send(&service, of_tier("alice", "pro")).await;
+    assert_eq!(raised.status(), 200);
 }
 
 /// Each decision uses one list, old or new: all its policies are of the same edition, and so is the

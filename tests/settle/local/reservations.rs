@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use tokio::time::advance;
 use tower_redis_ratelimit::settle::{Reservation, ReserveError};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
 
 use crate::mocks::limiter;
-use crate::support::{STRATEGIES, free_port, policy};
+use crate::support::{STRATEGIES, free_port, is_gradual, policy};
 
 const ANN: Key = Key::GLOBAL;
 
@@ -70,6 +71,39 @@ async fn a_dropped_reservation_costs_what_was_counted() {
             left_over,
             "independent of the counted cost"
         );
+    }
+}
+
+/// A faster quota has drained a reservation of the old one: nothing of it is left to refund, and the charges that
+/// were made since stay.
+#[tokio::test(start_paused = true)]
+async fn a_reservation_across_a_change_frees_no_others() {
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| is_gradual(*strategy))
+    {
+        let store = LocalStore::default();
+        let [old, new] = ["1/m burst 10", "10/s"]
+            .map(|quota| Limiter::new(store.clone(), policy(strategy, quota)));
+        let [early, late] = [
+            old.reserve(ANN, 4).await.unwrap(),
+            old.reserve(ANN, 6).await.unwrap(),
+        ];
+        assert!(!new.take(ANN, 1).await.unwrap().is_allowed(), "{strategy}");
+        // The denied take of the faster quota drains from then on: half of the later reservation counts.
+        advance(Duration::from_millis(300)).await;
+        drop(late);
+        // The refund is rounded down by less than what drains in this time.
+        advance(Duration::from_millis(1)).await;
+        assert_eq!(left(&new).await, 6, "{strategy}");
+        advance(Duration::from_millis(699)).await;
+        assert_eq!(new.take(ANN, 10).await.unwrap().granted(), 10, "{strategy}");
+        drop(early);
+        assert_eq!(left(&new).await, 0, "{strategy}: others' charges");
+        // A reservation of the new quota is refunded whole.
+        advance(Duration::from_secs(1)).await;
+        drop(new.reserve(ANN, 10).await.unwrap());
+        assert_eq!(left(&new).await, 10, "{strategy}");
     }
 }
 

@@ -129,6 +129,49 @@ impl Load {
     }
 }
 
+/// Counts continue under another quota in each partition, also of a slot whose keys are on two nodes, and a scan reads
+/// the quota that has counted last from their values.
+#[tokio::test]
+async fn a_changed_quota_keeps_counts_of_a_moving_slot() {
+    let cluster = Cluster::start(false).await;
+    let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
+    let [old, raised, lowered] =
+        ["100/100d", "200/100d burst 150", "120/100d"].map(|quota| policy(Strategy::Gcra, quota));
+    let (slot, moving) = neighbors(&cluster, &store, &old).await;
+    let others = (0..30).map(|number| Key::new(format!("other-{number}")));
+    let callers: Vec<Key> = moving.into_iter().chain(others).collect();
+    let up_to = async |policies: &Policies| -> Vec<u32> {
+        let checks = callers
+            .iter()
+            .map(|caller| store.check(Check::up_to(*caller, policies, 1_000)));
+        let decisions = join_all(checks).await;
+        decisions
+            .into_iter()
+            .map(|decision| decision.unwrap().granted())
+            .collect()
+    };
+    assert_eq!(up_to(&old).await, vec![100; callers.len()]);
+    let from = cluster.owner(slot).await;
+    let to = (from + 1) % cluster.nodes.len();
+    cluster.begin_move(slot, from, to).await;
+    cluster.move_keys(slot, from, to, 2).await;
+    assert_eq!(up_to(&raised).await, vec![50; callers.len()]);
+    cluster.move_keys(slot, from, to, 1_000).await;
+    cluster.end_move(slot, from, to).await;
+    assert_eq!(up_to(&lowered).await, vec![0; callers.len()]);
+
+    let mut found = 0;
+    let mut scan = store.scan();
+    while let Some(counts) = scan.next().await.unwrap() {
+        for count in counts {
+            // 200 in 100 days, with a burst of 150.
+            assert_eq!(count.bucket().unwrap().quota().to_string(), "150/75d");
+            found += 1;
+        }
+    }
+    assert_eq!(found, callers.len());
+}
+
 async fn charged(store: &RedisStore, callers: &[Key], policies: &Policies) -> Vec<u64> {
     let mut charged = vec![];
     for caller in callers {

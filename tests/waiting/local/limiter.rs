@@ -3,15 +3,17 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use tokio::time::Instant;
+use futures_util::future::join_all;
+use tokio::time::{Instant, sleep};
 use tower_redis_ratelimit::check::Outcome;
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Key, Limiter, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
 
 use crate::mocks::limiter;
-use crate::support::{STRATEGIES, free_port, policy, until};
+use crate::support::{STRATEGIES, free_port, is_gradual, policy, until};
 
 const ANN: Key = Key::GLOBAL;
+const LONG: Duration = Duration::from_secs(3_600);
 
 #[tokio::test(start_paused = true)]
 async fn waits_exactly_as_long_as_needed() {
@@ -127,6 +129,49 @@ async fn later_waiters_do_not_overtake() {
         patient.0.is_allowed() && patient.1 < Duration::from_millis(520),
         "{patient:?}"
     );
+}
+
+/// Each quota has a queue of its own, and both are one count.
+#[tokio::test(start_paused = true)]
+async fn two_quotas_of_a_bucket_are_two_queues() {
+    const WAITERS: usize = 20;
+    let store = LocalStore::default();
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| is_gradual(*strategy))
+    {
+        let limiters = ["10/s burst 1", "20/s burst 1"]
+            .map(|quota| Limiter::new(store.clone(), policy(strategy, quota)));
+        let start = Instant::now();
+        let passed = [Mutex::new(vec![]), Mutex::new(vec![])];
+        let waits = (0..2 * WAITERS).map(|number| {
+            let (limiter, passed) = (&limiters[number % 2], &passed[number % 2]);
+            async move {
+                // Each comes a moment later, under the other quota than the one before.
+                sleep(Duration::from_millis(number as u64)).await;
+                let decision = limiter.wait(ANN, 1, LONG).await.unwrap();
+                assert!(decision.is_allowed());
+                passed.lock().unwrap().push((number, start.elapsed()));
+            }
+        });
+        join_all(waits).await;
+        let mut all = vec![];
+        for passed in passed {
+            let passed = passed.into_inner().unwrap();
+            assert!(passed.is_sorted(), "{strategy}: {passed:?}");
+            all.extend(passed.into_iter().map(|(_, time)| time));
+        }
+        all.sort();
+        println!("{strategy}: {all:?}");
+        let most = |time: Duration| 1.0 + 20.0 * time.as_secs_f64() + 1e-6;
+        let granted = (1..).zip(&all);
+        for (granted, time) in granted {
+            assert!(
+                f64::from(granted) <= most(*time),
+                "{strategy}: {granted} at {time:?}"
+            );
+        }
+    }
 }
 
 /// Nor does a wait that is dropped between its grant and its next poll.

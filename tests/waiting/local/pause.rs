@@ -214,6 +214,21 @@ async fn the_longest_of_several_pauses_counts() {
     assert_close(left(&store, &longest).await, 5 * 3_600 * SECOND);
 }
 
+/// A pause is a time: another maximum under its name is another count, and neither changes the other.
+#[tokio::test(start_paused = true)]
+async fn pauses_of_two_maxima_keep_their_times() {
+    let store = LocalStore::default();
+    let [short, long] =
+        [60, 3_600].map(|max| Pause::new(store.clone(), "pause", max * SECOND).unwrap());
+    long.begin(KEY, 1_000 * SECOND).await.unwrap();
+    assert_close(left(&store, &short).await, Duration::ZERO);
+    short.begin(KEY, 30 * SECOND).await.unwrap();
+    assert_close(left(&store, &long).await, 1_000 * SECOND);
+    sleep(10 * SECOND).await;
+    assert_close(left(&store, &short).await, 20 * SECOND);
+    assert_close(left(&store, &long).await, 990 * SECOND);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_429_pauses_all_instances() {
     let store = LocalStore::default();

@@ -79,7 +79,7 @@ fn two_quotas_grant_no_more_than_the_loosest() {
             ("20/s", 1_300),
         ] {
             let granted = beside(strategy, "100/10s", other);
-            println!("{strategy}: 100/10s beside {other}: {granted}, at most {most}");
+            println!("{strategy}: 100/10s and {other}: {granted}, at most {most}");
             if !(600..=most).contains(&granted) {
                 wrong.push((strategy, other, granted));
             }
@@ -191,7 +191,7 @@ struct Grant {
     real: i64,
 }
 
-/// What a caller has done under several quotas, and the definition of it.
+/// Random checks of a caller under several quotas, and the definition of their count.
 struct Run {
     rng: Rng,
     strategy: Strategy,
@@ -241,7 +241,7 @@ impl Run {
         }
     }
 
-    /// The parts by which all changes may have rounded up: a millionth of a unit and a microsecond's drain each.
+    /// The maximum rounding of all changes, in parts: a millionth of a unit and a microsecond's drain each.
     fn slack(&self) -> i128 {
         let fastest = self.quotas.iter().map(|quota| rate(*quota)).max().unwrap();
         self.changes * (UNIT / 500_000 + fastest)
@@ -308,7 +308,7 @@ impl Run {
                 };
                 let exact = self.used.wait(quota, (capacity - needs) * UNIT);
                 let wait = wait.as_micros() as i128;
-                // Rounded up by less than the slack, at whatever rate it drains.
+                // Rounded up by less than the slack, at the slowest rate.
                 let slowest = self.quotas.iter().map(|quota| rate(*quota)).min().unwrap();
                 assert!(
                     (exact..=exact + 1 + self.slack() / slowest).contains(&wait),
@@ -414,7 +414,7 @@ fn changed_buckets_count_as_defined() {
     assert!(changes > 20_000, "{changes}");
 }
 
-/// Reservations that are held across changes of the quota, and given back.
+/// Reservations that are held across changes of the quota, and refunded.
 #[test]
 fn a_refund_across_changes_frees_no_more_than_counts() {
     let (mut refunded, mut kept) = (0, 0);
@@ -476,7 +476,8 @@ fn all_quotas_grant_at_most_the_largest_burst_and_the_fastest_rate() {
     assert!(most > 0.95, "{most}");
 }
 
-/// A caller who is raised does not wait for the old quota, and one who is lowered waits only until it has drained.
+/// After a change to a faster quota, the caller does not wait for the old one. After a change to a slower one, the old
+/// rate drains the old grants.
 #[test]
 fn the_faster_rate_drains_what_was_used() {
     for strategy in gradual() {
@@ -501,7 +502,7 @@ fn the_faster_rate_drains_what_was_used() {
     }
 }
 
-/// What reads or gives back never changes the quota that drains.
+/// Peeks, refunds and checks of no cost never change the writer.
 #[test]
 fn only_grants_and_faster_denials_write() {
     for strategy in gradual() {
@@ -536,7 +537,7 @@ fn only_grants_and_faster_denials_write() {
     }
 }
 
-/// A reservation under a slow quota, which a faster one drains before it is given back.
+/// A reservation under a slow quota, which a faster one drains before the refund.
 #[test]
 fn a_third_quota_leaves_nothing_to_refund() {
     for strategy in gradual() {

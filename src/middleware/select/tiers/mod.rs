@@ -49,9 +49,9 @@ use crate::util::{Copies, OnceFlag, own_list};
 /// ```
 ///
 /// A count belongs to the name of its policy. A caller that changes from `free` to `pro` above
-/// starts with an empty count, since the policies have different names. With the same name, its
-/// usage in one plan counts in the other, if the plans differ in the limit of a window, a log or a
-/// counter only.
+/// starts with an empty count, since the policies have different names. With the same name and
+/// strategy, its usage in one plan counts in the other, and a changed plan is no fresh burst. Windows,
+/// logs and counters also need the same period.
 ///
 /// # From a file
 ///

@@ -11,7 +11,7 @@ use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Check, EachCharge, Extra, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict,
-    Verdicts, Writer,
+    Verdicts, Writer, longest_period,
 };
 use crate::store::probe;
 
@@ -171,8 +171,7 @@ impl Plan {
     /// The number after the cost. `lua/call.lua` describes it.
     fn number(&self) -> i64 {
         if self.key.with_id {
-            let periods = self.policies.iter().map(|policy| policy.params().period);
-            return periods.max().unwrap_or(0);
+            return longest_period(&self.policies);
         }
         match self.key.mode {
             Mode::Refund if self.charged_under(0).is_turn => -1,
