@@ -29,6 +29,7 @@
 --          wait            0 if this policy allows the check; otherwise the microseconds until it would, or until the
 --                          turn taken ahead is due; -1 for never
 --          reset           microseconds until no charge counts
+--        If the time is outside of the borders of a calendar, the reply is only the time, and no check is decided.
 --        After the numbers of an entry with an id: the time of its charge in microseconds, which is that of the first
 --        answer if this one repeats it. At the end of the reply: the time of the call in microseconds
 --
@@ -61,6 +62,9 @@ do
     keep = real - now + DAY
   end
 end
+
+-- Whether the time is outside of the borders of a policy's calendar.
+local outside
 
 -- Preallocated for twelve answers: a table that grows is copied each time its size doubles.
 local reply = {

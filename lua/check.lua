@@ -82,6 +82,9 @@ for i = 1, policy_count do
   policy.strategy = strategy
   policies[i] = policy
 end
+if outside then
+  return encode('<i8', now)
+end
 for i = 1, plan_count do
   local text = ARGV[1 + policy_count + i]
   local mode, cost, number = decode(PLAN, text)

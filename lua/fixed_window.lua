@@ -1,25 +1,46 @@
 -- Fixed windows. The Rust half, src/limit/strategy/fixed_window.rs, explains the algorithm.
 --
--- Stored: start of the caller's window; granted amount; expiry of the key, which the policy keeps between
+-- Stored: start of the caller's window, or its end in a calendar; granted amount; expiry of the key, which the policy keeps between
 -- `load` and `save`.
 --
 -- State: start of the current window, and the amount granted in it.
 --
--- Uses decode, encode, max and min of call.lua; lasting and write of prelude.lua.
+-- Uses decode, encode, max, min, now and outside of call.lua; lasting and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I5I5', 17
 
--- With the offset -1, a window starts with the first charge.
-local function policy(capacity, period, offset)
-  return { capacity = capacity, period = period, offset = offset, is_window = true }
+-- With the offset -1, a window starts with the first charge. A calendar has the borders of two windows, in order, in the
+-- place of the period, the offset and the width. An offset is less than its period.
+local function policy(capacity, period, offset, width)
+  if offset < period then
+    return { capacity = capacity, period = period, offset = offset, is_window = true }
+  end
+  local start, stop = period, offset
+  if now >= stop then
+    start, stop = stop, width
+  end
+  outside = outside or now < start or now >= stop
+  return { capacity = capacity, period = stop - start, offset = start, is_window = true, is_calendar = true }
 end
 
 -- Returns the start of the current window: the last boundary of the clock, or now.
 local function window_start(policy, now)
-  if policy.offset >= 0 then
-    return now - (now - policy.offset) % policy.period
+  if policy.offset == -1 then
+    return now
   end
-  return now
+  return now - (now - policy.offset) % policy.period
+end
+
+-- Returns the start of the current window of a calendar, the count, and whether the state is from the future. If another
+-- instance has other borders, the start is later, so that the window ends with the later one.
+local function load_calendar(policy, now, stop, count)
+  local period = policy.period
+  if count == 0 or stop <= now then
+    return policy.offset, 0
+  elseif stop - now > 2 * period then
+    return policy.offset, count, nil, true
+  end
+  return max(policy.offset, stop - period), count
 end
 
 local function load(policy, key, now, value)
@@ -29,7 +50,9 @@ local function load(policy, key, now, value)
   end
   local start, count
   start, count, policy.expires = decode(FORMAT, value)
-  if start > now then
+  if policy.is_calendar then
+    return load_calendar(policy, now, start, count)
+  elseif start > now then
     return window_start(policy, now), count, nil, true
   elseif count > 0 and now - start < policy.period then
     return start, count
@@ -66,7 +89,8 @@ end
 
 local function save(policy, key, now, at, cost, start, count)
   local expires, text = lasting(policy.expires, at, 0)
-  write(key, encode(FORMAT, start, count, expires), text)
+  local border = policy.is_calendar and start + policy.period or start
+  write(key, encode(FORMAT, border, count, expires), text)
 end
 
 return {

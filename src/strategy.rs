@@ -4,4 +4,4 @@
 
 #[doc(no_inline)]
 pub use crate::limit::Strategy;
-pub use crate::limit::{Align, Refill};
+pub use crate::limit::{Align, Calendar, Refill, Weekday};

@@ -348,7 +348,7 @@ impl LimitText {
         } = self;
         let (quota, default) = match (unlimited, quota, unit, requests_per_unit) {
             (true, None, None, None) => (None, as_envoy()),
-            (false, Some(quota), None, None) => (Some(quota), Strategy::default()),
+            (false, Some(quota), None, None) => (Some(quota), Strategy::default_for(quota)),
             (false, None, Some(unit), Some(requests)) => {
                 let unit = Unit::from_str_name(&unit.to_uppercase()).unwrap_or_default();
                 (Some(Quota::per(requests, period(unit)?)), as_envoy())

@@ -28,6 +28,7 @@ mod limiter;
 mod log;
 mod login_attempts;
 mod mock_store;
+mod monthly_plan;
 mod paused_time;
 mod plans;
 mod polite;

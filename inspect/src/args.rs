@@ -66,11 +66,12 @@ pub(crate) enum Command {
 /// Parses `name quota` or `name strategy quota`.
 fn parse_policy(text: &str) -> Result<Policy, String> {
     let (name, rest) = text.trim().split_once(' ').unwrap_or((text, ""));
-    // The quota is the first word that begins with a digit. A strategy has digits only within words.
+    // The quota is the first word that begins with a digit. A strategy has digits only within words, or in parentheses.
+    let after = rest.rfind(')').unwrap_or(0);
     let mut digits = rest
         .match_indices(|c: char| c.is_ascii_digit())
         .map(|(at, _)| at);
-    let start = digits.find(|at| rest[..*at].trim_end().len() < *at || *at == 0);
+    let start = digits.find(|at| *at >= after && (rest[..*at].trim_end().len() < *at || *at == 0));
     let (strategy, quota) = rest.split_at(start.unwrap_or(0));
     let strategy = Some(("strategy", strategy.trim())).filter(|(_, strategy)| !strategy.is_empty());
     let fields = [("name", name), ("quota", quota)]

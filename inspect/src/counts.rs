@@ -451,8 +451,13 @@ impl FoundCounts {
     /// Prints, on standard error, the counts whose limit is unknown, and those with several limits.
     fn print_notes(&self) {
         for (name, strategy, span) in &self.unknown {
+            // The span of a window of the clock begins with its period, that of a calendar with its unit.
+            let is_calendar =
+                *strategy == "fixed-window" && !span.starts_with(|c: char| c.is_ascii_digit());
+            let calendar = if is_calendar { "(CALENDAR)" } else { "" };
             eprintln!(
-                "the limit of `{name} {strategy} {span}` is not in Redis: use --settings FILE, or --policy '{name} {strategy} LIMIT/PERIOD'"
+                "the limit of `{name} {strategy} {span}` is not in Redis: use --settings FILE, or --policy '{name} \
+                 {strategy}{calendar} LIMIT/PERIOD'"
             );
         }
         for ((name, strategy, _), limits) in &self.several {

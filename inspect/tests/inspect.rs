@@ -422,6 +422,25 @@ async fn plans_of_one_name_are_one_count() {
 }
 
 #[tokio::test]
+async fn a_monthly_plan_is_shown() {
+    let server = RedisServer::start();
+    let service = Service::new(server.url());
+    let months = "fixed-window(month from 15, +02:00)".parse().unwrap();
+    let plan = Policy::new("plan", months, "10/month").unwrap();
+    service.take(Key::new("ann"), &plan, 10).await;
+    let typed = "plan fixed-window(month from 15, +02:00) 10/month";
+    let limited = service.without_settings(&["limited", "--policy", typed]);
+    assert!(
+        limited.contains("ann") && limited.contains(" 0 of 10  in "),
+        "{limited}"
+    );
+    let unknown = service.without_settings(&["limited"]);
+    let note = "the limit of `plan fixed-window month-15@+0200` is not in Redis: use --settings FILE, or --policy \
+                'plan fixed-window(CALENDAR) LIMIT/PERIOD'\n";
+    assert!(unknown.ends_with(note), "{unknown}");
+}
+
+#[tokio::test]
 async fn a_reset_without_the_limit_fails() {
     let server = RedisServer::start();
     let service = Service::new(&server.url());

@@ -24,6 +24,9 @@ const UNITS: [(&str, &[&str], u128); 7] = [
     ("ns", &[], 1),
 ];
 
+/// A unit of input only: as output, `7d` is part of Redis keys.
+const WEEK: (&str, &[&str], u128) = ("week", &["weeks"], 7 * UNITS[0].2);
+
 /// Parses a number and a unit, with or without a space between them. The error names the problem.
 pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
     match split(text.trim()) {
@@ -43,8 +46,8 @@ pub(super) fn split(text: &str) -> (&str, &str) {
 /// Multiplies a unit; an empty `count` is 1. The error names the problem.
 pub(super) fn times(count: &str, unit: &str) -> Result<Duration, &'static str> {
     const TOO_LONG: &str = "the duration is too long";
-    let (_, _, nanos) = UNITS
-        .into_iter()
+    let mut units = UNITS.into_iter().chain([WEEK]);
+    let (_, _, nanos) = units
         .find(|(name, words, _)| unit == *name || words.contains(&unit))
         .ok_or_else(|| no_unit(unit))?;
     let count: u128 = if count.is_empty() {
@@ -63,9 +66,9 @@ fn no_unit(unit: &str) -> &'static str {
     } else if unit.contains(|c: char| c.is_ascii_digit()) {
         "the duration is not a whole number with one unit"
     } else if unit.starts_with("mo") || unit.starts_with('y') {
-        "a month or a year has no fixed length, so count it in days, such as `30d`"
+        "a month or a year has no fixed length, so count it in days, such as `30d`, or in a quota as `/month` or `/year`"
     } else if unit.starts_with('w') {
-        "the duration's unit is not one of ns, us, ms, s, m, h, d (a week is `7d`)"
+        "the duration's unit is not one of ns, us, ms, s, m, h, d (seven days are `7d` or `week`)"
     } else {
         "the duration's unit is not one of ns, us, ms, s, m, h, d"
     }
@@ -114,6 +117,7 @@ mod tests {
             (" 15 minutes ", Duration::from_secs(900)),
             ("1h", Duration::from_secs(3_600)),
             ("0s", Duration::ZERO),
+            ("2 weeks", Duration::from_secs(14 * 86_400)),
             ("18446744073709551615s", Duration::from_secs(u64::MAX)),
         ] {
             assert_eq!(parse(text), Ok(duration), "{text}");

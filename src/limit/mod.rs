@@ -3,6 +3,7 @@
 //! `now` is always an argument. Stores call this module; it calls no store.
 
 mod answered;
+mod calendar;
 mod charge;
 mod check;
 mod counts;
@@ -24,6 +25,7 @@ mod span;
 mod strategy;
 mod words;
 
+pub use calendar::{Calendar, Weekday};
 pub use check::Check;
 pub(crate) use check::{Extra, SentBy};
 pub use counts::Counts;
@@ -37,6 +39,7 @@ pub use rate_limited::RateLimited;
 pub use strategy::{Align, Mode, Refill, Strategy};
 
 pub(crate) use answered::{Answered, longest_period};
+pub(crate) use calendar::Window;
 pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::{MadeBy, Verdicts};
 pub(crate) use duration::micros;

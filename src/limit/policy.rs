@@ -32,7 +32,8 @@ use crate::error::ConfigError;
 /// one per minute and one per hour, need different names. A clone is the same policy.
 ///
 /// With the feature `serde`, a policy is a table: `{ name = "api", strategy = "gcra", quota =
-/// "100/s burst 200" }`. The strategy defaults to [`Strategy::Gcra`]. [`Policies`](super::Policies)
+/// "100/s burst 200" }`. The strategy defaults to [`Strategy::Gcra`], for a quota per month or year to
+/// its calendar in UTC. [`Policies`](super::Policies)
 /// are one such table or a list of them.
 ///
 /// ```
@@ -88,7 +89,9 @@ impl Policy {
     ///
     /// Returns an error if the name is empty, longer than 64 bytes, or contains a character other
     /// than ASCII letters, digits, `-`, `_`, `.` and `/`; if the quota is not
-    /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a limit above
+    /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a quota per month or
+    /// year that the strategy does not count, and for a calendar of another unit than the quota's; for a
+    /// limit above
     /// 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
     /// than 1000 cells.
     pub fn new(
@@ -520,13 +523,6 @@ impl PolicyKind {
     }
 }
 
-/// The strategy of a policy that names none.
-impl Default for PolicyKind {
-    fn default() -> Self {
-        Self::Rate(Strategy::default())
-    }
-}
-
 impl From<Strategy> for PolicyKind {
     fn from(strategy: Strategy) -> Self {
         Self::Rate(strategy)
@@ -650,6 +646,62 @@ mod tests {
             "{error}"
         );
         assert!(log(100_000).is_ok());
+    }
+
+    #[test]
+    fn a_month_needs_its_calendar() {
+        for (strategy, quota, expected) in [
+            (
+                "gcra",
+                "10/month",
+                "the quota `10/month` under gcra, which counts no calendar: use the strategy `fixed-window(month)`, or a \
+                 period such as `31d`",
+            ),
+            (
+                "fixed-window",
+                "10/year",
+                "the quota `10/year` under fixed-window, which counts no calendar: use the strategy `fixed-window(year)`, \
+                 or a period such as `366d`",
+            ),
+            (
+                "fixed-window(month from 15)",
+                "10/year",
+                "the quota `10/year` under the calendar `month from 15`: use `10/month`, or another strategy",
+            ),
+            (
+                "fixed-window(month)",
+                "10/31d",
+                "the quota `10/31d` under the calendar `month`: use `10/month`, or another strategy",
+            ),
+            (
+                "fixed-window(week)",
+                "10/d",
+                "the quota `10/d` under the calendar `week`: use `10/week`, or another strategy",
+            ),
+        ] {
+            let strategy = strategy.parse().unwrap();
+            let error = Policy::new("p", strategy, quota).unwrap_err().to_string();
+            assert_eq!(error, expected);
+        }
+        for (strategy, quota) in [
+            ("fixed-window(month)", "10/month"),
+            ("fixed-window(week)", "10/7d"),
+            ("fixed-window(day, +02:00)", "10/24h"),
+            ("gcra", "10/week"),
+        ] {
+            assert!(Policy::new("p", strategy.parse().unwrap(), quota).is_ok());
+        }
+        let burst = Policy::new(
+            "p",
+            Strategy::default_for(Quota::per_month(5)),
+            "5/month burst 6",
+        );
+        assert!(
+            burst
+                .unwrap_err()
+                .to_string()
+                .starts_with("a burst of 6 for a window of 5")
+        );
     }
 
     #[test]

@@ -2,8 +2,11 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::duration;
+use super::{Calendar, duration};
 use crate::error::ConfigError;
+
+const MONTH: &str = "month";
+const YEAR: &str = "year";
 
 /// An amount: a limit per period, and a maximum burst.
 ///
@@ -26,13 +29,17 @@ use crate::error::ConfigError;
 ///
 /// ```text
 /// quota  = limit ( "/" | " per " ) period [ " burst " number ]
-/// period = unit | number unit | number " " unit
-/// unit   = d day days | h hour hours | m min minute minutes | s sec second seconds | ms | us | ns
+/// period = unit | number unit | number " " unit | "month" | "year"
+/// unit   = week weeks | d day days | h hour hours | m min minute minutes | s sec second seconds | ms | us | ns
 /// ```
 ///
 /// Numbers are integers in decimal digits. Ambiguous text is rejected: a period without a unit
-/// (`10/60`), units in capitals (`10/M`), months and years, grouped digits (`1,000/h`). Output uses
-/// the shortest of these forms, such as `10/m` or `5/15m`. The feature `serde` uses the same text.
+/// (`10/60`), units in capitals (`10/M`), several months (`10/3 months`), grouped digits (`1,000/h`).
+/// Output uses the shortest of these forms, such as `10/m` or `5/15m`. The feature `serde` uses the
+/// same text.
+///
+/// Only [`Align::Calendar`](crate::strategy::Align::Calendar) counts a `month` or a `year`. A `week` is
+/// 7 days.
 ///
 /// ```
 /// use std::time::Duration;
@@ -45,13 +52,25 @@ use crate::error::ConfigError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quota {
     limit: u32,
-    period: Duration,
+    period: Period,
     burst: Option<u32>,
+}
+
+/// The period of a quota.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Period {
+    Fixed(Duration),
+    Month,
+    Year,
 }
 
 impl Quota {
     /// `limit` in every `period`.
     pub const fn per(limit: u32, period: Duration) -> Self {
+        Self::of(limit, Period::Fixed(period))
+    }
+
+    const fn of(limit: u32, period: Period) -> Self {
         Self {
             limit,
             period,
@@ -79,6 +98,48 @@ impl Quota {
         Self::per(limit, Duration::from_secs(86_400))
     }
 
+    /// `limit` in every 7 days.
+    pub const fn per_week(limit: u32) -> Self {
+        Self::per(limit, Duration::from_secs(7 * 86_400))
+    }
+
+    /// `limit` in every month of a calendar. Only a strategy of
+    /// [`Calendar::month`](crate::strategy::Calendar::month) counts it.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::strategy::{Align, Calendar};
+    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// let months = Strategy::FixedWindow(Align::Calendar(Calendar::month()));
+    /// let plan = Policy::new("plan", months, Quota::per_month(10_000))?;
+    /// assert_eq!(plan.quota().to_string(), "10000/month");
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub const fn per_month(limit: u32) -> Self {
+        Self::of(limit, Period::Month)
+    }
+
+    /// `limit` in every year of a calendar. Only a strategy of
+    /// [`Calendar::year`](crate::strategy::Calendar::year) counts it.
+    pub const fn per_year(limit: u32) -> Self {
+        Self::of(limit, Period::Year)
+    }
+
+    /// Sets the limit, and the burst to the same.
+    pub(crate) const fn with_limit(self, limit: u32) -> Self {
+        Self::of(limit, self.period)
+    }
+
+    /// Returns the calendar that counts this quota if no other is named. `None` unless the period is a
+    /// month or a year.
+    pub(super) const fn calendar(&self) -> Option<Calendar> {
+        match self.period {
+            Period::Fixed(_) => None,
+            Period::Month => Some(Calendar::month()),
+            Period::Year => Some(Calendar::year()),
+        }
+    }
+
     /// Sets the maximum burst: the largest cost that is allowed in one moment. Defaults to the
     /// limit.
     #[must_use]
@@ -89,12 +150,17 @@ impl Quota {
 
     /// Sets the period.
     pub(super) const fn with_period(self, period: Duration) -> Self {
+        let period = Period::Fixed(period);
         Self { period, ..self }
     }
 
     /// Returns the quota as text for clients, who may take the `m` of `10/m` for a month: `10 per minute`.
     pub(crate) fn in_words(&self) -> String {
-        let period = duration::in_words(self.period);
+        let period = match self.period {
+            Period::Fixed(period) => duration::in_words(period),
+            Period::Month => MONTH.to_owned(),
+            Period::Year => YEAR.to_owned(),
+        };
         let burst = self.burst.map(|burst| format!(" burst {burst}"));
         format!("{} per {period}{}", self.limit, burst.unwrap_or_default())
     }
@@ -104,15 +170,20 @@ impl Quota {
         self.limit
     }
 
-    /// Returns the period.
+    /// Returns the period. For a month or a year, the maximum: 31 or 366 days.
     pub const fn period(&self) -> Duration {
-        self.period
+        const DAY: u64 = 86_400;
+        match self.period {
+            Period::Fixed(period) => period,
+            Period::Month => Duration::from_secs(31 * DAY),
+            Period::Year => Duration::from_secs(366 * DAY),
+        }
     }
 
     /// Returns the time in which `units` refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
         let nanos =
-            self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
+            self.period().as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
         u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
     }
 
@@ -121,7 +192,7 @@ impl Quota {
         let units = time
             .as_nanos()
             .saturating_mul(self.limit.into())
-            .div_ceil(self.period.as_nanos().max(1));
+            .div_ceil(self.period().as_nanos().max(1));
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
@@ -151,9 +222,13 @@ impl Quota {
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/", self.limit)?;
-        match duration::measure(self.period) {
-            (1, unit) => f.write_str(unit)?,
-            (count, unit) => write!(f, "{count}{unit}")?,
+        match self.period {
+            Period::Month => f.write_str(MONTH)?,
+            Period::Year => f.write_str(YEAR)?,
+            Period::Fixed(period) => match duration::measure(period) {
+                (1, unit) => f.write_str(unit)?,
+                (count, unit) => write!(f, "{count}{unit}")?,
+            },
         }
         match self.burst {
             Some(burst) => write!(f, " burst {burst}"),
@@ -217,14 +292,19 @@ impl FromStr for Quota {
 
         let mut words = rest.split_whitespace().peekable();
         let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
-        let period = match duration::split(period) {
-            (count, "") => duration::times(
-                count,
-                words.next_if(|word| *word != "burst").unwrap_or_default(),
-            ),
-            (count, unit) => duration::times(count, unit),
+        let (count, unit) = match duration::split(period) {
+            (count, "") => {
+                let unit = words.next_if(|word| *word != "burst");
+                (count, unit.unwrap_or_default())
+            }
+            parts => parts,
         };
-        let mut quota = Self::per(limit, period.map_err(wrong)?);
+        let period = match (count, unit) {
+            ("" | "1", MONTH) => Period::Month,
+            ("" | "1", YEAR) => Period::Year,
+            _ => Period::Fixed(duration::times(count, unit).map_err(wrong)?),
+        };
+        let mut quota = Self::of(limit, period);
         match words.next() {
             None => {}
             Some("burst") => {
@@ -289,14 +369,14 @@ impl Quota {
 
     /// Returns why the quota is invalid, if it is.
     const fn problem(&self) -> Option<&'static str> {
-        let period = self.period.as_micros();
+        let period = self.period().as_micros();
         if self.limit == 0 {
             Some("its limit must be at least 1")
         } else if self.capacity() == 0 {
             Some("its burst must be at least 1")
         } else if period == 0
             || period > Self::MAX_PERIOD.as_micros()
-            || !self.period.subsec_nanos().is_multiple_of(1_000)
+            || !self.period().subsec_nanos().is_multiple_of(1_000)
         {
             Some("its period must be a whole number of microseconds, from 1 us to 366 days")
         } else if period * self.capacity() as u128 / self.limit as u128
@@ -360,6 +440,15 @@ mod tests {
             "1 per 30 days".parse(),
             Ok(Quota::per(1, Duration::from_secs(30 * 86_400)))
         );
+        for text in ["9/month", "9 per month", "9/1 month"] {
+            assert_eq!(text.parse(), Ok(Quota::per_month(9)), "{text}");
+        }
+        assert_eq!("9 / year".parse(), Ok(Quota::per_year(9)));
+        assert_eq!("9/week".parse(), Ok(Quota::per_week(9)));
+        assert_eq!(
+            Quota::per_week(9),
+            Quota::per(9, 7 * Quota::per_day(1).period())
+        );
         assert_eq!(five.to_string(), "5/15m");
         assert_eq!(Quota::per_minute(10).to_string(), "10/m");
         assert_eq!(
@@ -379,6 +468,9 @@ mod tests {
             ("2/30d", "2 per 30 days"),
             ("1/ms", "1 per ms"),
             ("1/500ms", "1 per 500 ms"),
+            ("1/week", "1 per 7 days"),
+            ("1/month", "1 per month"),
+            ("1/year burst 2", "1 per year burst 2"),
         ] {
             assert_eq!(quota.parse::<Quota>().unwrap().in_words(), words);
         }
@@ -420,8 +512,9 @@ mod tests {
             ("10 per burst", "not one of ns, us, ms, s, m, h, d"),
             ("10/60x", "not one of ns, us, ms, s, m, h, d"),
             ("10/M", "not one of ns, us, ms, s, m, h, d"),
-            ("10/month", "count it in days, such as `30d`"),
-            ("10/year", "count it in days, such as `30d`"),
+            ("10/mo", "in a quota as `/month` or `/year`"),
+            ("10/3 months", "in a quota as `/month` or `/year`"),
+            ("10/2years", "in a quota as `/month` or `/year`"),
             ("10/1h30m", "not a whole number with one unit"),
             ("10/0.5s", "not a whole number with one unit"),
             ("10/s/m", "not one of ns, us, ms, s, m, h, d"),
@@ -454,15 +547,15 @@ mod tests {
     fn errors_name_the_fix() {
         let several = "there is more than one quota; use a policy for each, such as \
                        `Policies::new([per_second, per_hour])`, in settings a list of them";
-        let units = "the duration's unit is not one of ns, us, ms, s, m, h, d (a week is `7d`); \
+        let units = "the duration's unit is not one of ns, us, ms, s, m, h, d (seven days are `7d` or `week`); \
                      use the form `100/s`, `10/60s` or `1000/h burst 50`";
         for (text, problem) in [
             ("100/s,1000/h", several),
             ("100/s, 1000 per hour", several),
             ("100/s;1000/h", several),
             ("10/s burst 5, 100/m", several),
-            ("10/week", units),
-            ("10 per 2 weeks", units),
+            ("10/w", units),
+            ("10 per 2 wk", units),
         ] {
             let error = text.parse::<Quota>().unwrap_err().to_string();
             assert_eq!(error, format!("{text:?} is not a valid quota: {problem}"));

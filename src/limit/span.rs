@@ -4,6 +4,7 @@
 //! | strategy | span | examples |
 //! |---|---|---|
 //! | [`FixedWindow`](Strategy::FixedWindow) | period and alignment | `1m`, `1d+22h`, `1m+hit` |
+//! | [`FixedWindow`](Strategy::FixedWindow) of a calendar | unit, first day and zone | `month`, `month-15@+0200`, `week@Europe/Berlin` |
 //! | [`SlidingLog`](Strategy::SlidingLog), [`SlidingCounter`](Strategy::SlidingCounter) | period | `15m` |
 //! | [`SlidingWindow`](Strategy::SlidingWindow) | period and number of cells | `1m/10` |
 //! | [`TokenBucket`](Strategy::TokenBucket), refilled by the interval | `i` | `i` |
@@ -31,6 +32,7 @@ pub(super) fn of(kind: PolicyKind, quota: Quota) -> String {
         Strategy::FixedWindow(Align::Clock { offset }) => {
             format!("{period}+{}", duration::Text(offset))
         }
+        Strategy::FixedWindow(Align::Calendar(calendar)) => calendar.span(),
         Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
         Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
         Strategy::TokenBucket(Refill::Interval) => INTERVAL.to_owned(),
@@ -47,13 +49,20 @@ pub(super) fn of_pause(quota: Quota) -> String {
 
 /// A strategy, a quota, and their span.
 #[cfg(test)]
-pub(crate) fn examples() -> [(Strategy, &'static str, &'static str); 10] {
+pub(crate) fn examples() -> [(Strategy, &'static str, &'static str); 12] {
     let window = |offset| {
         Strategy::FixedWindow(Align::Clock {
             offset: std::time::Duration::from_secs(offset),
         })
     };
+    let calendar = |text: &str| Strategy::FixedWindow(Align::Calendar(text.parse().unwrap()));
     [
+        (
+            calendar("month from 15, +02:00"),
+            "10/month",
+            "month-15@+0200",
+        ),
+        (calendar("week"), "10/week", "week"),
         (window(0), "10/m", "1m"),
         (window(22 * 3_600), "10/d", "1d+22h"),
         (Strategy::FixedWindow(Align::FirstHit), "10/90s", "90s+hit"),

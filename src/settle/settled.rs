@@ -14,15 +14,16 @@ impl SettledCost {
         let back = i64::from(self.reserved) - i64::from(self.cost);
         let mut verdicts = decision.verdicts().clone();
         verdicts.granted = self.cost.into();
+        let now = verdicts.at + verdicts.age;
         for (policy, verdict) in decision.policies().iter().zip(&mut verdicts.each) {
-            refund(verdict, policy, back);
+            refund(verdict, policy, back, now);
         }
         decision.with_verdicts(verdicts)
     }
 }
 
 /// Updates a verdict after `back` was refunded (charged if negative).
-fn refund(verdict: &mut Verdict, policy: &Policy, back: i64) {
+fn refund(verdict: &mut Verdict, policy: &Policy, back: i64, now: i64) {
     if policy.is_in_flight() {
         // The request is still in flight, and counts as one regardless of its cost.
         return;
@@ -37,8 +38,12 @@ fn refund(verdict: &mut Verdict, policy: &Policy, back: i64) {
         let earlier = time.saturating_mul(back.signum());
         verdict.reset = verdict.reset.saturating_sub(earlier).max(0);
     } else if back < 0 && verdict.reset == 0 {
-        // Nothing was charged before: the new charge counts for a period.
-        verdict.reset = policy.params().period;
+        // Nothing was charged before: the new charge counts for a period, or for the rest of a calendar's window.
+        let params = policy.params();
+        verdict.reset = match params.calendar {
+            Some(calendar) => calendar.window(now).end - now,
+            None => params.period,
+        };
     }
 }
 

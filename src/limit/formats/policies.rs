@@ -10,7 +10,7 @@ use serde::ser::{Serialize, Serializer};
 use super::{Field, Redacted, Setting, deserialize, write_duration};
 use crate::error::ConfigError;
 use crate::limit::policy::check_name;
-use crate::limit::{Policies, Policy, PolicyKind, Quota};
+use crate::limit::{Policies, Policy, PolicyKind, Quota, Strategy};
 
 /// The serialized form of a policy.
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -18,11 +18,16 @@ use crate::limit::{Policies, Policy, PolicyKind, Quota};
 #[serde(expecting = "a policy such as `{ name = \"api\", quota = \"100/s\" }`")]
 struct PolicyTable {
     name: String,
-    #[serde(default)]
-    strategy: PolicyKind,
+    #[serde(default, deserialize_with = "strategy")]
+    strategy: Option<PolicyKind>,
     quota: Quota,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     leased: Option<Span>,
+}
+
+/// Reads a strategy that is present: some formats cannot tell an option from its value.
+fn strategy<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PolicyKind>, D::Error> {
+    PolicyKind::deserialize(deserializer).map(Some)
 }
 
 /// A duration as text.
@@ -39,7 +44,7 @@ impl Serialize for Policy {
         let (name, leased) = (self.name().to_owned(), self.lease().map(Span));
         PolicyTable {
             name,
-            strategy: self.kind(),
+            strategy: Some(self.kind()),
             quota: self.stated(),
             leased,
         }
@@ -56,9 +61,10 @@ impl<'de> Deserialize<'de> for Policy {
             leased,
         } = PolicyTable::deserialize(Redacted(deserializer))?;
         check_name(&name).map_err(D::Error::custom)?;
+        let kind = strategy.unwrap_or_else(|| Strategy::default_for(quota).into());
         // The location that a format reports may be that of the whole list.
         let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));
-        let policy = Self::of_kind(&name, strategy, quota).map_err(located)?;
+        let policy = Self::of_kind(&name, kind, quota).map_err(located)?;
         match leased {
             Some(Span(time)) => policy.leased(time).map_err(located),
             None => Ok(policy),

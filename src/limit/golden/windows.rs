@@ -191,3 +191,28 @@ fn rolling_window_of_cells_matches_istio() {
         );
     }
 }
+
+/// A plan of 10 a month from the 31st: the last day of a shorter month begins a window.
+#[test]
+fn months_are_as_long_as_the_calendar_has_them() {
+    const DAY: i64 = 86_400_000_000;
+    let months = "fixed-window(month from 31)".parse().unwrap();
+    let mut caller = Caller::new(months, Quota::per_month(10));
+    // Days since January 1, 2027, the amount, and the answer with the days until the next window.
+    let new_year = 20_819 * DAY - super::START;
+    for (day, amount, allocated, rest) in [
+        (0, 10, 10, 30),
+        (29, 1, 0, 1),
+        // January 31 to February 28.
+        (30, 10, 10, 28),
+        (57, 1, 0, 1),
+        // February 28 to March 31.
+        (58, 4, 4, 31),
+        (88, 7, 6, 1),
+        (89, 3, 3, 30),
+    ] {
+        let decision = caller.check(new_year + day * DAY, Check::up_to, amount);
+        let reset = micros(decision.reset_after()) / DAY;
+        assert_eq!((decision.granted(), reset), (allocated, rest), "day {day}");
+    }
+}

@@ -2,7 +2,12 @@
 //!
 //! **Idea.** Count the grants since the window started; a check of cost `c` is allowed while `count
 //! + c <= L`. With [`Align::Clock`](super::Align::Clock) all callers have the same windows; with
-//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge.
+//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge; with
+//! [`Align::Calendar`](super::Align::Calendar) windows are as long as the days, weeks, months or years
+//! of a calendar.
+//!
+//! A count of a calendar knows the end of its window, and counts until then. So if instances disagree
+//! about a border, because their time zone databases differ, no caller gets two full windows there.
 //!
 //! **Cost.** One key, two numbers, one read and one write.
 //!
@@ -16,7 +21,7 @@ use std::time::Duration;
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::{Frees, Params, Snapshot, Strategy};
 use crate::error::ConfigError;
-use crate::limit::{PolicyCharge, Quota, duration};
+use crate::limit::{Calendar, PolicyCharge, Quota, Window, duration};
 
 /// When fixed windows start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +37,13 @@ pub enum Align {
     /// Each caller's window starts with its first charge and lasts one period. The next charge
     /// after that starts another window.
     FirstHit,
+    /// In the days, weeks, months or years of a calendar, by Redis's clock. The period of the quota is
+    /// the same unit: [`per_day`](Quota::per_day), [`per_week`](Quota::per_week),
+    /// [`per_month`](Quota::per_month) or [`per_year`](Quota::per_year).
+    ///
+    /// Instances whose clocks are wrong decide the same: only a [`LocalStore`](crate::LocalStore),
+    /// and a [`Fallback`](crate::Fallback) during an outage, use their own clock.
+    Calendar(Calendar),
 }
 
 /// On the clock, without an offset.
@@ -45,31 +57,31 @@ impl Default for Align {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// The start of the caller's last window.
-    start: i64,
+    /// The start of the caller's last window; of a calendar, its end.
+    border: i64,
     /// The amount granted in that window.
     count: i64,
 }
 
-/// Registers: the start of the current window, and the amount granted in it.
+/// Registers: the end of the current window; the amount granted in it; the length of the window.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
         Frees::WithWindow
     }
 
     fn adapt(strategy: Strategy, params: &mut Params, quota: Quota) -> Result<(), ConfigError> {
-        let Strategy::FixedWindow(Align::Clock { offset }) = strategy else {
-            return Ok(());
-        };
-        let period = quota.period();
-        if offset >= period {
-            let same = Duration::from_micros((offset.as_micros() % period.as_micros()) as u64);
-            let [offset, period, same] = [offset, period, same].map(duration::Text);
-            return Err(ConfigError::new(format!(
-                "an offset of {offset} for a window of {period}: use `{same}`, which starts the same windows"
-            )));
+        match strategy {
+            Strategy::FixedWindow(Align::Clock { offset }) => {
+                check_offset(offset, quota)?;
+                params.offset = Some(offset.as_micros() as i64);
+            }
+            Strategy::FixedWindow(Align::Calendar(calendar)) => {
+                check_unit(calendar, quota)?;
+                params.calendar = Some(calendar);
+                params.period = calendar.longest();
+            }
+            _ => {}
         }
-        params.offset = Some(offset.as_micros() as i64);
         Ok(())
     }
 
@@ -79,6 +91,7 @@ impl Algorithm for State {
             Strategy::FixedWindow(Align::Clock { offset }) if !offset.is_zero() => {
                 Some(format!("clock+{}", duration::Text(offset)))
             }
+            Strategy::FixedWindow(Align::Calendar(calendar)) => Some(calendar.to_string()),
             _ => None,
         }
     }
@@ -90,27 +103,43 @@ impl Algorithm for State {
             Some((clock, offset)) if clock.trim_end() == "clock" => Align::Clock {
                 offset: duration::parse(offset)?,
             },
-            _ => return Err("its alignment is not one of `clock`, `clock+22h` and `first-hit`"),
+            _ => {
+                return Err(
+                    "its alignment is not one of `clock`, `clock+22h`, `first-hit` and `month`",
+                );
+            }
         };
         Ok(Strategy::FixedWindow(align))
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        let Self { start, count } = *self;
-        if start > now {
-            return ([window_start(params, now), count, 0], true);
-        } else if count > 0 && now - start < params.period {
-            return clean([start, count, 0]);
+        let Self { border, count } = *self;
+        if let Some(calendar) = params.calendar {
+            let Window { start, end } = calendar.window(now);
+            let length = end - start;
+            if count == 0 || border <= now {
+                return clean([end, 0, length]);
+            } else if border - now > 2 * length {
+                // The clock has gone back.
+                return ([end, count, length], true);
+            }
+            return clean([end.max(border), count, length]);
         }
-        clean([window_start(params, now), 0, 0])
+        let period = params.period;
+        if border > now {
+            return ([window_start(params, now) + period, count, period], true);
+        } else if count > 0 && now - border < period {
+            return clean([border + period, count, period]);
+        }
+        clean([window_start(params, now) + period, 0, period])
     }
 
     fn room(params: &Params, _now: i64, [_, count, _]: Registers) -> i64 {
         params.capacity - count
     }
 
-    fn wait(&self, params: &Params, now: i64, _cost: i64, [start, ..]: Registers) -> i64 {
-        start + params.period - now
+    fn wait(&self, _params: &Params, now: i64, _cost: i64, [end, ..]: Registers) -> i64 {
+        end - now
     }
 
     fn charge(
@@ -118,59 +147,91 @@ impl Algorithm for State {
         _params: &Params,
         _now: i64,
         cost: i64,
-        [start, count, _]: Registers,
+        [end, count, length]: Registers,
     ) -> Registers {
-        [start, count + cost, 0]
+        [end, count + cost, length]
     }
 
     /// Refunds only if the current window contains the charge: that window ends when the charge was
-    /// to expire. Any other window ends at least a period later. The tolerance of half a period
+    /// to expire. Any other window ends at least a window's length later. The tolerance of half of it
     /// covers the time that a check takes to arrive.
     fn refund(
         &mut self,
-        params: &Params,
+        _params: &Params,
         now: i64,
         cost: i64,
         of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
-        let [start, count, _] = registers;
-        if 2 * (start + params.period - now - of.left()) >= params.period {
+        let [end, count, length] = registers;
+        if 2 * (end - now - of.left()) >= length {
             return (registers, 0);
         }
-        ([start, (count - cost).max(0), 0], cost.min(count))
+        ([end, (count - cost).max(0), length], cost.min(count))
     }
 
-    fn reset_after(&self, params: &Params, now: i64, [start, count, _]: Registers) -> i64 {
-        if count == 0 {
-            0
-        } else {
-            start + params.period - now
-        }
+    fn reset_after(&self, _params: &Params, now: i64, [end, count, _]: Registers) -> i64 {
+        if count == 0 { 0 } else { end - now }
     }
 
-    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [start, count, _]: Registers) {
-        *self = Self { start, count };
+    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [end, count, _]: Registers) {
+        let border = match params.calendar {
+            Some(_) => end,
+            None => end - params.period,
+        };
+        *self = Self { border, count };
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until, .. }: Snapshot) -> Self {
-        let start = match params.offset {
-            Some(_) => window_start(params, now),
-            None => until - params.period,
+        let border = if params.calendar.is_some() {
+            until
+        } else if params.offset.is_some() {
+            window_start(params, now)
+        } else {
+            until - params.period
         };
-        Self { start, count: used }
+        Self {
+            border,
+            count: used,
+        }
     }
 
     fn to_numbers(&self) -> Vec<i64> {
-        vec![self.start, self.count]
+        vec![self.border, self.count]
     }
 
     fn of_numbers(numbers: &[i64]) -> Option<Self> {
-        let &[start, count] = numbers else {
+        let &[border, count] = numbers else {
             return None;
         };
-        Some(Self { start, count })
+        Some(Self { border, count })
     }
+}
+
+/// Returns an error if an offset is not within the period.
+fn check_offset(offset: Duration, quota: Quota) -> Result<(), ConfigError> {
+    let period = quota.period();
+    if offset < period {
+        return Ok(());
+    }
+    let same = Duration::from_micros((offset.as_micros() % period.as_micros()) as u64);
+    let [offset, period, same] = [offset, period, same].map(duration::Text);
+    Err(ConfigError::new(format!(
+        "an offset of {offset} for a window of {period}: use `{same}`, which starts the same windows"
+    )))
+}
+
+/// Returns an error if the period of a quota is not the unit of a calendar.
+fn check_unit(calendar: Calendar, quota: Quota) -> Result<(), ConfigError> {
+    let windows = calendar.quota(quota.limit());
+    if quota.with_limit(quota.limit()) == windows {
+        return Ok(());
+    }
+    Err(ConfigError::new(format!(
+        "the quota `{quota}` under the calendar `{calendar}`: use `{}/{}`, or another strategy",
+        quota.limit(),
+        calendar.unit_name()
+    )))
 }
 
 /// Returns the start of a window that contains `now`: the previous border of the clock, or `now`.
@@ -186,6 +247,10 @@ fn window_start(params: &Params, now: i64) -> i64 {
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
     let period = model.period;
     match model.strategy {
+        Strategy::FixedWindow(Align::Calendar(calendar)) => {
+            let window = |time: i128| calendar.window(time as i64);
+            model.granted(|time| window(time) == window(now)) + cost <= model.limit
+        }
         Strategy::FixedWindow(Align::Clock { offset }) => {
             let window = |time: i128| (time - offset.as_micros() as i128).div_euclid(period);
             model.granted(|time| window(time) == window(now)) + cost <= model.limit

@@ -88,6 +88,7 @@ pub(crate) use strategies;
 /// | `leaky-bucket` | [`LeakyBucket`](Self::LeakyBucket) |
 /// | `fixed-window`, `fixed-window(clock+22h)` | [`FixedWindow`](Self::FixedWindow) aligned to the clock, with an offset |
 /// | `fixed-window(first-hit)` | [`FixedWindow`](Self::FixedWindow) that starts with a caller's first charge |
+/// | `fixed-window(month from 15, +02:00)` | [`FixedWindow`](Self::FixedWindow) of a [`Calendar`](crate::strategy::Calendar) |
 /// | `sliding-log` | [`SlidingLog`](Self::SlidingLog) |
 /// | `sliding-window(60 cells)` | [`SlidingWindow`](Self::SlidingWindow); the default is 10 cells |
 /// | `sliding-counter` | [`SlidingCounter`](Self::SlidingCounter) |
@@ -118,7 +119,8 @@ pub enum Strategy {
     /// A counter per window. Up to twice the limit can be granted around the border of two windows.
     /// A denied caller waits until the window ends.
     ///
-    /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]).
+    /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]). With
+    /// [`Align::Calendar`], as the plans of most APIs, such as 10,000 requests a month.
     ///
     /// ![Aligned to the clock, it grants 20 requests in 10 s around a border][fixed_window]
     ///
@@ -163,15 +165,35 @@ pub enum Strategy {
     LeakyBucket,
 }
 
+impl Strategy {
+    /// Returns the default strategy for a quota: for one per month or year, the months or years in UTC;
+    /// otherwise [`Gcra`](Self::Gcra).
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Quota, Strategy};
+    ///
+    /// let of = |quota| Strategy::default_for(quota).to_string();
+    /// assert_eq!(of(Quota::per_second(10)), "gcra");
+    /// assert_eq!(of(Quota::per_month(10_000)), "fixed-window(month)");
+    /// ```
+    pub const fn default_for(quota: Quota) -> Self {
+        match quota.calendar() {
+            Some(calendar) => Self::FixedWindow(Align::Calendar(calendar)),
+            None => Self::Gcra,
+        }
+    }
+}
+
 /// Implements the methods that differ between strategies.
 macro_rules! dispatch {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
         $(pub(super) use $module::State as $variant;)*
 
         impl Strategy {
-            /// Every strategy: both alignments of a fixed window, both refills of a token bucket,
-            /// and a sliding window of 10 cells. For tests and comparisons of all strategies; a
-            /// later version may add some.
+            /// Every strategy: fixed windows on the clock and from the first hit, both refills of a
+            /// token bucket, and a sliding window of 10 cells. For tests and comparisons of all
+            /// strategies; a later version may add some. Each counts any period, so a calendar, which
+            /// counts only its unit, is not among them.
             ///
             /// ```
             /// use tower_redis_ratelimit::{Policy, Quota, Strategy};

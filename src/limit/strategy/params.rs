@@ -1,8 +1,8 @@
 use std::num::NonZeroU32;
 
-use super::Writer;
+use super::{Align, Strategy, Writer};
 use crate::error::ConfigError;
-use crate::limit::{PolicyKind, Quota};
+use crate::limit::{Calendar, PolicyKind, Quota, duration};
 
 /// A policy as numbers, for both halves. Everything stays below 2^53, so that Lua's doubles are
 /// exact.
@@ -26,6 +26,8 @@ pub(crate) struct Params {
     pub(crate) furthest: i64,
     /// The start of windows aligned to the clock, in microseconds within a period.
     pub(crate) offset: Option<i64>,
+    /// The windows of a calendar. Then `period` is an upper bound of their lengths.
+    pub(crate) calendar: Option<Calendar>,
     /// The width of a cell, in microseconds.
     pub(crate) width: i64,
     pub(crate) frees: Frees,
@@ -45,6 +47,7 @@ pub(super) const MAX_TICKS: i64 = 1 << 52;
 
 impl Params {
     pub(in crate::limit) fn new(kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
+        check_calendar(kind, quota)?;
         let (capacity, frees) = (quota.capacity(), kind.frees());
         if capacity != quota.limit() && !frees.has_burst() {
             return Err(ConfigError::new(format!(
@@ -76,6 +79,7 @@ impl Params {
             longest: 0,
             furthest: 0,
             offset: None,
+            calendar: None,
             width: period as i64,
             frees,
             writer: Writer::default(),
@@ -112,6 +116,7 @@ impl Params {
             longest: 0,
             furthest: 0,
             offset: None,
+            calendar: None,
             width: period,
             frees,
             writer,
@@ -183,6 +188,21 @@ impl Params {
         }
         .with_debt()
     }
+}
+
+/// Returns an error if a kind of limit does not count this month or year.
+fn check_calendar(kind: PolicyKind, quota: Quota) -> Result<(), ConfigError> {
+    let Some(calendar) = quota.calendar() else {
+        return Ok(());
+    };
+    if let PolicyKind::Rate(Strategy::FixedWindow(Align::Calendar(_))) = kind {
+        return Ok(());
+    }
+    Err(ConfigError::new(format!(
+        "the quota `{quota}` under {kind}, which counts no calendar: use the strategy `fixed-window({calendar})`, or a \
+         period such as `{}`",
+        duration::Text(quota.period())
+    )))
 }
 
 /// Returns the ticks per microsecond and per unit of cost, so that `interval / ticks` is `period /

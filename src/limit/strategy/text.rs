@@ -3,9 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Params, Strategy};
+use super::{Align, Params, Strategy};
 use crate::error::ConfigError;
-use crate::limit::Quota;
+use crate::limit::{Calendar, Quota};
 
 impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -48,6 +48,11 @@ impl FromStr for Strategy {
         let named = all
             .find(|strategy| strategy.name() == name)
             .ok_or_else(|| wrong("no strategy has this name (names are in lower case)"))?;
+        if let (Self::FixedWindow(_), Some(parameter)) = (named, parameter)
+            && Calendar::is_named_in(parameter)
+        {
+            return Ok(Self::FixedWindow(Align::Calendar(parameter.parse()?)));
+        }
         let strategy = parameter
             .map_or(Ok(named), |parameter| named.with_parameter(parameter))
             .map_err(wrong)?;
@@ -59,7 +64,7 @@ impl FromStr for Strategy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Align, Refill};
+    use crate::limit::Refill;
     use proptest::prelude::{prop_assert_eq, proptest};
     use proptest::strategy::Strategy as Generate;
     use std::time::Duration;
@@ -116,6 +121,18 @@ mod tests {
                 "fixed-window(first-hit)",
             ),
             (
+                "fixed-window( month  from 15 , +02:00 )",
+                Strategy::FixedWindow(Align::Calendar(
+                    Calendar::month_from(15).unwrap().in_zone("+02:00").unwrap(),
+                )),
+                "fixed-window(month from 15, +02:00)",
+            ),
+            (
+                "fixed-window(week from monday)",
+                Strategy::FixedWindow(Align::Calendar(Calendar::week())),
+                "fixed-window(week)",
+            ),
+            (
                 "sliding-window",
                 Strategy::SlidingWindow { cells: 10 },
                 "sliding-window(10 cells)",
@@ -168,17 +185,19 @@ mod tests {
             ("token-bucket(eager)", "neither `greedy` nor `interval`"),
             (
                 "fixed-window(60)",
-                "not one of `clock`, `clock+22h` and `first-hit`",
+                "not one of `clock`, `clock+22h`, `first-hit` and `month`",
             ),
             (
                 "fixed-window(hour+2h)",
-                "not one of `clock`, `clock+22h` and `first-hit`",
+                "not one of `clock`, `clock+22h`, `first-hit` and `month`",
             ),
             (
                 "fixed-window(clock-2h)",
-                "not one of `clock`, `clock+22h` and `first-hit`",
+                "not one of `clock`, `clock+22h`, `first-hit` and `month`",
             ),
             ("fixed-window(clock+2)", "the duration has no unit"),
+            ("fixed-window(month from 32)", "from 1 to 31"),
+            ("gcra(month)", "has no parameter"),
             (
                 "sliding-window(60)",
                 "not a number of cells, such as `10 cells`",

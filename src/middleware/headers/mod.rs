@@ -245,6 +245,9 @@ impl Texts {
                 items.push(if policy.is_in_flight() {
                     // The draft's unit for requests in flight, which have no window.
                     format!("\"{name}\";q={};qu=\"concurrent-requests\"", quota.limit())
+                } else if policy.params().calendar.is_some() {
+                    // The windows of a calendar differ in length.
+                    format!("\"{name}\";q={}", quota.limit())
                 } else {
                     let (limit, window) = per_seconds(quota);
                     format!("\"{name}\";q={limit};w={window}")
@@ -273,11 +276,13 @@ impl Texts {
         if !decision.is_allowed() && decision.policy().is_pause() {
             return value(b"");
         }
-        let each = decision.policies().iter().zip(&decision.verdicts().each);
+        let verdicts = decision.verdicts();
+        let now = verdicts.at + verdicts.age;
+        let each = decision.policies().iter().zip(&verdicts.each);
         let mut items = each
             .zip(&self.each)
             .filter(|((policy, _), _)| !policy.is_pause())
-            .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict));
+            .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict, now));
         let Some(first) = items.next() else {
             return value(b"");
         };
@@ -308,7 +313,7 @@ struct Item {
 
 impl Item {
     #[inline(always)]
-    fn new(start: &str, policy: &Policy, verdict: &Verdict) -> Self {
+    fn new(start: &str, policy: &Policy, verdict: &Verdict, now: i64) -> Self {
         let mut item = Self {
             bytes: [0; 128],
             len: 0,
@@ -319,7 +324,7 @@ impl Item {
             item.push(b";t=");
             item.push(
                 itoa::Buffer::new()
-                    .format(seconds(effective_window(policy, verdict)))
+                    .format(seconds(effective_window(policy, verdict, now)))
                     .as_bytes(),
             );
         }
@@ -343,10 +348,17 @@ impl Item {
 ///
 /// It ends with the window, or when a strategy that refills has the next unit. But it is at least
 /// as long as the remaining units last at the quota's rate, so that clients spread their requests.
-/// With `3/m` and 2 units left it is 40 s, although the next unit is available after 20 s.
-fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
+/// With `3/m` and 2 units left it is 40 s, although the next unit is available after 20 s. In a
+/// calendar it is the rest of the window.
+fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
     if verdict.wait > 0 {
         return verdict.wait.unsigned_abs();
+    }
+    if let Some(calendar) = policy.params().calendar {
+        return match verdict.reset {
+            0 => (calendar.window(now).end - now).unsigned_abs(),
+            reset => reset.unsigned_abs(),
+        };
     }
     let (reset, remaining) = (
         verdict.reset.unsigned_abs(),
@@ -493,6 +505,34 @@ mod tests {
         );
         let quotas = texts.each.iter().map(|each| &*each.quota);
         assert!(quotas.eq(["3 per minute", "2 concurrent requests"]));
+    }
+
+    #[test]
+    fn a_calendar_has_the_rest_of_its_window() {
+        let months = "fixed-window(month)".parse().unwrap();
+        let policy = Policy::new("plan", months, Quota::per_month(2)).unwrap();
+        let policies = Policies::from(policy);
+        // From November 14, 2023, 22:13:20.
+        let rest = 16 * 86_400 + 6_400;
+        assert_eq!(
+            fields(&policies, 3),
+            [
+                format!("\"plan\";r=1;t={rest}"),
+                format!("\"plan\";r=0;t={rest}"),
+                format!("\"plan\";r=0;t={rest}"),
+            ]
+        );
+        let peek = Check::peek(Key::GLOBAL, &policies, 1);
+        let mut states = vec![crate::limit::State::fresh(policies[0].kind())];
+        let mut unused = peek.decide(&mut states, 1_700_000_000_000_000);
+        unused.at = 1_700_000_000_000_000;
+        let texts = Texts::new(&policies);
+        assert_eq!(
+            texts.rate_limit(&peek.answer(unused, Source::Local)),
+            format!("\"plan\";r=2;t={rest}")
+        );
+        assert_eq!(texts.policy_field, "\"plan\";q=2");
+        assert_eq!(texts.each[0].quota, "2 per month");
     }
 
     /// The store uses a period of 1.1 seconds, so `t` follows that period.

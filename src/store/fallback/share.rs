@@ -42,7 +42,7 @@ fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
             return share;
         }
     }
-    let by_limit = Quota::per(limit, quota.period()).burst(burst);
+    let by_limit = quota.with_limit(limit).burst(burst);
     let share = policy.share_of(by_limit, instances);
     share.unwrap_or_else(|_| policy.clone())
 }

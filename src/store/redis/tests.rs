@@ -14,8 +14,8 @@ use super::RedisStore;
 use super::script::writer as wire_writer;
 use crate::error::ConfigError;
 use crate::limit::{
-    Align, Check, Decision, Extra, Key, Mode, Model, Policies, Policy, PolicyKind, Quota, Refill,
-    SlotId, Source, State, Strategy, strategies,
+    Align, Calendar, Check, Decision, Extra, Key, Mode, Model, Policies, Policy, PolicyKind, Quota,
+    Refill, SlotId, Source, State, Strategy, strategies,
 };
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
@@ -933,6 +933,179 @@ async fn agree(seed: u64, kind: PolicyKind) {
         .iter_mut()
         .for_each(|policies| *policies = first[0].clone());
     trace.run(&policies, STEPS).await;
+}
+
+/// A policy of a random calendar. Half of the zones change their offset.
+fn any_calendar(name: &str, rng: &mut Rng) -> Policy {
+    let unit = match rng.u8(..5) {
+        0 => "day".to_owned(),
+        1 => "week from friday".to_owned(),
+        2 => "month".to_owned(),
+        3 => format!("month from {}", rng.u8(1..=31)),
+        _ => "year from february 29".to_owned(),
+    };
+    let zones: &[&str] = if cfg!(feature = "time-zones") {
+        &["UTC", "-11:30", "Europe/Berlin", "America/Havana"]
+    } else {
+        &["UTC", "-11:30"]
+    };
+    let zone = rng.choice(zones).copied().unwrap_or("UTC");
+    let calendar: Calendar = format!("{unit}, {zone}").parse().unwrap();
+    let strategy = Strategy::FixedWindow(Align::Calendar(calendar));
+    Policy::new(name, strategy, calendar.quota(rng.u32(1..=50))).unwrap()
+}
+
+/// Every jump of the trace makes the estimates of Redis's time wrong.
+#[tokio::test]
+async fn calendars() {
+    const DAY: i64 = 86_400_000_000;
+    let server = RedisServer::start();
+    let mut trace = Trace::new(21, &server);
+    for round in 0..20 {
+        let start = trace.rng.i64(20_000..40_000) * DAY;
+        trace.now.store(start, Relaxed);
+        let policies: Vec<Policies> = (0..CALLERS)
+            .map(|i| {
+                let one = any_calendar("one", &mut trace.rng);
+                if i % 2 == round % 2 {
+                    return one.into();
+                }
+                let two = any_calendar("two", &mut trace.rng);
+                Policies::new([one, two]).unwrap()
+            })
+            .collect();
+        trace.run(&policies, STEPS / 20).await;
+        trace.states.clear();
+        trace.granted.clear();
+        let _: String = server.command("FLUSHALL").await;
+    }
+}
+
+fn plan(strategy: &str, quota: &str) -> Policies {
+    Policy::new("plan", strategy.parse().unwrap(), quota)
+        .unwrap()
+        .into()
+}
+
+/// Number of scripts that the server has run.
+async fn scripts_run(server: &RedisServer) -> u32 {
+    let stats: String = server.command("INFO commandstats").await;
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:calls="));
+    let calls = line.and_then(|line| line.split(['=', ',']).nth(1));
+    calls.map_or(0, |calls| calls.parse().unwrap())
+}
+
+/// Around a border, instances with wrong clocks grant exactly the limit of each month. Only a clock that is wrong by months
+/// costs a second call, once.
+#[tokio::test]
+async fn wrong_clocks_decide_the_same() {
+    const SECOND: i64 = 1_000_000;
+    const HOUR: i64 = 3_600 * SECOND;
+    // Midnight of February 1, 2027.
+    let border = 1_801_440_000 * SECOND;
+    for errors in [
+        [2 * SECOND, -2 * SECOND, 0],
+        [2 * HOUR, -2 * HOUR, 2 * SECOND],
+        [100 * 24 * HOUR, -100 * 24 * HOUR, 0],
+    ] {
+        let server = RedisServer::start();
+        let Trace {
+            now, redis, others, ..
+        } = Trace::new(22, &server);
+        let instances = [&redis, &others[0], &others[1]];
+        let policies = plan("fixed-window(month)", "100/month");
+        let take = || Check::take(Key::new("ann"), &policies, 1);
+        now.store(border - 1, Relaxed);
+        for (instance, error) in instances.iter().zip(errors) {
+            instance.inner.clock.set(border + error);
+        }
+        let before = scripts_run(&server).await;
+        for (at, rest) in [(border - 1, 1), (border, 28 * 24 * HOUR)] {
+            now.store(at, Relaxed);
+            let mut granted = 0;
+            for number in 0..150 {
+                let decision = instances[number % 3].check(take()).await.unwrap();
+                granted += decision.granted();
+                assert_eq!(decision.reset_after().as_micros() as i64, rest);
+                let wait = decision.retry_after().map(|wait| wait.as_micros() as i64);
+                assert_eq!(wait, (!decision.is_allowed()).then_some(rest));
+            }
+            assert_eq!(granted, 100, "{errors:?} at {at}");
+        }
+        let asked_twice = errors
+            .iter()
+            .filter(|error| error.abs() > 24 * HOUR)
+            .count();
+        let scripts = scripts_run(&server).await - before;
+        // The first call of all sends the text of the script.
+        assert_eq!(scripts, 300 + asked_twice as u32, "{errors:?}");
+    }
+}
+
+/// Another border for the same count: a time zone database that differs. The count is kept until the later end.
+#[tokio::test]
+async fn other_borders_never_give_two_windows() {
+    const HOUR: i64 = 3_600_000_000;
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(23, &server);
+    let (east, west) = (
+        plan("fixed-window(day, +01:00)", "5/d"),
+        plan("fixed-window(day)", "5/d"),
+    );
+    let midnight = 20_000 * 24 * HOUR;
+    let mut states = [State::fresh(east[0].kind())];
+    for (policies, hours, allowed, rest) in [
+        // In the east, this day ends at 23:00.
+        (&east, -2, true, 1),
+        (&west, -2, false, 2),
+        (&east, -1, true, 24),
+        (&west, -1, false, 24),
+        // In the west, that count has grown as old as the day that began at midnight.
+        (&west, 0, false, 24),
+        (&east, 22, false, 1),
+        (&west, 23, true, 1),
+        (&west, 24, true, 24),
+    ] {
+        let at = midnight + hours * HOUR;
+        now.store(at, Relaxed);
+        let check = Check::take(Key::new("ann"), policies, 5);
+        let [from, to] = if *policies == east {
+            ["day", "day@+0100"]
+        } else {
+            ["day@+0100", "day"]
+        };
+        let rename = format!("RENAME rl:{{ann}}:plan:f:{from} rl:{{ann}}:plan:f:{to}");
+        let names: Vec<String> = server.command("KEYS *").await;
+        if names.iter().any(|name| name.ends_with(&format!(":{from}"))) {
+            let _: String = server.command(&rename).await;
+        }
+        let in_redis = redis.check(check.clone()).await.unwrap();
+        assert_eq!(in_redis, in_rust(&check, &mut states, at));
+        let reset = in_redis.reset_after().as_micros() as i64;
+        assert_eq!(
+            (in_redis.is_allowed(), reset),
+            (allowed, rest * HOUR),
+            "{policies:?} at {hours}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_key_expires_with_its_window() {
+    let server = RedisServer::start();
+    let redis = RedisStore::connect_lazy(server.url()).unwrap();
+    let policies = plan("fixed-window(year from june 1, -12:00)", "5/year");
+    let decision = redis
+        .check(Check::take(Key::new("ann"), &policies, 1))
+        .await
+        .unwrap();
+    let ttl: i64 = server
+        .command("PTTL rl:{ann}:plan:f:year-june-1@-1200")
+        .await;
+    let rest = decision.reset_after().as_millis() as i64;
+    assert!((rest - 10_000..=rest + 1).contains(&ttl), "{ttl} of {rest}");
 }
 
 /// Returns the decision of the Rust halves as if Redis had made it.

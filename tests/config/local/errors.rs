@@ -172,6 +172,16 @@ fn of_a_policy() {
             "policy \"log\": a limit of 100001 is too high for a sliding log, which stores every charge: use at most 100000, \
              or a sliding window",
         ),
+        (
+            json!({ "name": "plan", "quota": "10/month", "strategy": "gcra" }),
+            "policy \"plan\": the quota `10/month` under gcra, which counts no calendar: use the strategy \
+             `fixed-window(month)`, or a period such as `31d`",
+        ),
+        (
+            json!({ "name": "plan", "quota": "10/month", "strategy": "fixed-window(month from 32)" }),
+            "\"month from 32\" is not a valid calendar: a month starts on a day from 1 to 31, where 31 is the last day of \
+             shorter ones; use the form `month`, `month from 15, +02:00` or `week from sunday, Europe/Berlin`",
+        ),
     ] {
         assert_eq!(error::<Policy>(&value), text);
         assert_eq!(error::<Policies>(&value), text);

@@ -331,6 +331,33 @@ fn omitted_settings_have_defaults() {
     assert_eq!(policy.strategy(), Some(Strategy::Gcra));
 }
 
+/// A quota per month or year has its calendar, and any other one GCRA.
+#[test]
+fn an_omitted_strategy_depends_on_the_quota() {
+    for (quota, strategy) in [
+        ("10000/month", "fixed-window(month)"),
+        ("10000/year", "fixed-window(year)"),
+        ("10000/week", "gcra"),
+        ("10000/30d", "gcra"),
+    ] {
+        let text = format!(r#"{{ "name": "plan", "quota": "{quota}" }}"#);
+        let expected = Policy::new("plan", strategy.parse().unwrap(), quota).unwrap();
+        assert_eq!(serde_json::from_str::<Policy>(&text).unwrap(), expected);
+        let variables = [("APP_NAME", "plan"), ("APP_QUOTA", quota)];
+        assert_eq!(environment::<Policy>(&variables, false).unwrap(), expected);
+    }
+    let variables = [
+        ("APP_NAME", "plan"),
+        ("APP_STRATEGY", "fixed-window(month from 15, +02:00)"),
+        ("APP_QUOTA", "10/month"),
+    ];
+    let policy: Policy = environment(&variables, false).unwrap();
+    assert_eq!(
+        policy.strategy().unwrap().to_string(),
+        "fixed-window(month from 15, +02:00)"
+    );
+}
+
 #[test]
 fn a_policy_alone_is_a_list() {
     #[derive(Deserialize)]

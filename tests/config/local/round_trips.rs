@@ -348,6 +348,23 @@ fn in_flight_policies_round_trip() {
 }
 
 #[test]
+fn calendars_round_trip() {
+    for (strategy, quota) in [
+        ("fixed-window(month from 31, -03:30)", "10000/month"),
+        ("fixed-window(year from april 6)", "7/year"),
+        ("fixed-window(week from sunday)", "7/7d"),
+        ("fixed-window(day, Europe/Berlin)", "7/d"),
+    ] {
+        let policy = Policy::new("plan", strategy.parse().unwrap(), quota).unwrap();
+        assert_eq!(
+            serde_json::to_string(&policy).unwrap(),
+            format!(r#"{{"name":"plan","strategy":"{strategy}","quota":"{quota}"}}"#)
+        );
+        assert_same(policy);
+    }
+}
+
+#[test]
 fn written_settings_are_readable() {
     let policies = Policies::new([
         Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),

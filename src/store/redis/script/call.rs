@@ -38,6 +38,8 @@ pub(crate) struct ScriptCall {
     last_entry: HashMap<Key, usize>,
     /// The time that tests set, or 0 for Redis's own time.
     pub(crate) now: i64,
+    /// An estimate of Redis's time, for the borders of calendars.
+    pub(crate) clock: i64,
     /// Whether `ASKING` precedes the call, because the node imports the slot.
     pub(crate) needs_asking: bool,
 }
@@ -370,6 +372,7 @@ impl ScriptCall {
             plan_of,
             last_entry,
             now,
+            clock,
             needs_asking,
         } = self;
         keys.clear();
@@ -382,6 +385,7 @@ impl ScriptCall {
         plan_of.clear();
         last_entry.clear();
         *now = 0;
+        *clock = 0;
         *needs_asking = false;
     }
 
@@ -553,7 +557,7 @@ impl ScriptCall {
             .add_to(cmd);
         for policy in self.policies() {
             packed.u8(wire::kind_number(policy.kind()));
-            for argument in wire::arguments(policy) {
+            for argument in wire::arguments(policy, self.clock) {
                 packed.i56(argument);
             }
             packed.writer(policy).add_to(cmd);
@@ -647,6 +651,14 @@ impl ScriptCall {
             return Err(protocol());
         }
         Ok(Answers::OfChecks { at, numbers, next })
+    }
+
+    /// Returns Redis's time if the script has decided nothing, because that is outside of the borders of a calendar.
+    pub(crate) fn outside(&self, reply: &Value) -> Option<i64> {
+        match records(reply) {
+            Some([at]) if !self.is_of_takes() => Some(i64::from_le_bytes(*at)),
+            _ => None,
+        }
     }
 
     /// Returns `true` if the server is a replica and so rejected a check that would write.

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::limit::{Align, Frees, Policy, PolicyKind, Quota, Refill, Strategy, Writer};
+use crate::limit::{Align, Calendar, Frees, Policy, PolicyKind, Quota, Refill, Strategy, Writer};
 
 /// Appends the name of a policy's count.
 pub(super) fn write(policy: &Policy, to: &mut Vec<u8>) {
@@ -120,6 +120,10 @@ fn read_span(letter: &str, span: &str) -> Option<(Strategy, Quota)> {
 }
 
 fn read_fixed_window(span: &str) -> Option<(Strategy, Quota)> {
+    if let Some(calendar) = Calendar::of_span(span) {
+        let strategy = Strategy::FixedWindow(Align::Calendar(calendar));
+        return Some((strategy, calendar.quota(1)));
+    }
     let (period, align) = match span.split_once('+') {
         None => (span, Align::default()),
         Some((period, "hit")) => (period, Align::FirstHit),
@@ -174,6 +178,10 @@ mod tests {
             ("o", "1m/10"),
             ("f", "1m+60s"),
             ("f", "1m+"),
+            ("f", "month-01"),
+            ("f", "month@UTC"),
+            ("f", "month@+02"),
+            ("f", "week-monday"),
             ("w", "1m/010"),
             ("w", "1m"),
             ("s", "1m"),

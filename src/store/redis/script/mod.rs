@@ -72,6 +72,20 @@ pub(super) trait Call {
     fn command(&self, name: &str, script: &str) -> Cmd;
 }
 
+impl<C: Call> Call for &C {
+    fn script(&self) -> &'static Script {
+        (**self).script()
+    }
+
+    fn needs_asking(&self) -> bool {
+        (**self).needs_asking()
+    }
+
+    fn command(&self, name: &str, script: &str) -> Cmd {
+        (**self).command(name, script)
+    }
+}
+
 /// A call of a script with one key, which belongs to no caller.
 pub(super) struct KeyCall<A> {
     pub(super) script: &'static Script,

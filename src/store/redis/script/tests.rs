@@ -619,3 +619,17 @@ fn a_take_alone_has_its_own_script() {
         assert_eq!(script(1, &other), CHECK.hash(), "{other:?}");
     }
 }
+
+#[test]
+fn a_time_outside_of_a_calendar_is_no_verdict() {
+    let months = "fixed-window(month)".parse().unwrap();
+    let policies = Policy::new("plan", months, "10/month").unwrap().into();
+    let call = call_of(1, &Check::take(Key::new("ann"), &policies, 1));
+    let late = reply([1_801_440_000_000_000]);
+    assert_eq!(call.outside(&late), Some(1_801_440_000_000_000));
+    let Err(error) = call.read(&late).map(|_| ()) else {
+        panic!("a reply without answers was read");
+    };
+    assert_eq!(error.kind(), ErrorKind::Protocol);
+    assert_eq!(call.outside(&reply([1, 9, 0, 100, 1_790])), None);
+}

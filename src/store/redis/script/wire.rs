@@ -155,8 +155,15 @@ pub(crate) const fn kind_number(kind: PolicyKind) -> u8 {
 /// - the period in microseconds,
 /// - the offset of clock-aligned windows in microseconds within a period, or -1 if the first charge begins a window,
 /// - the width of a cell in microseconds.
-pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
+///
+/// For a calendar follow the borders of two windows around `clock`, an estimate of Redis's time: the script decides only
+/// if its time is within them.
+pub(crate) fn arguments(policy: &Policy, clock: i64) -> [i64; 4] {
     let params = policy.params();
+    if let Some(calendar) = params.calendar {
+        let [start, between, end] = calendar.borders(clock);
+        return [params.capacity, start, between, end];
+    }
     match params.frees {
         Frees::Gradually => [params.capacity, params.interval, params.ticks, 0],
         Frees::InBatches => [

@@ -13,6 +13,7 @@
 //! - **End of a runtime.** When a runtime shuts down, its queues, workers and connections are dropped, and the checks
 //!   in them fail with [`ErrorKind::NoRuntime`](crate::error::ErrorKind::NoRuntime).
 
+mod clock;
 mod cluster;
 mod denials;
 mod queues;

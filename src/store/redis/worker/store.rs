@@ -16,6 +16,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 
+use super::clock::RedisClock;
 use super::denials::DenialCache;
 use super::queues::{
     Full, Job, JobId, JobQueue, NextSend, NodeQueue, NodeQueues, NodeTarget, Placed, RedisFuture,
@@ -189,6 +190,7 @@ pub(crate) struct SharedStore {
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// The time that tests set; 0 for Redis's own time.
     pub(super) now: Arc<AtomicI64>,
+    pub(in crate::store::redis) clock: RedisClock,
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
     queues: Mutex<NodeQueues>,
@@ -217,6 +219,7 @@ impl SharedStore {
             settings,
             observer,
             now,
+            clock: RedisClock::new(),
             reported: Mutex::default(),
             queues: Mutex::default(),
             last: LastOutcome::default(),

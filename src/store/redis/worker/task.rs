@@ -7,10 +7,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use redis::{RedisError, ServerErrorKind, Value};
+use smallvec::SmallVec;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep};
 
+use super::clock::RedisClock;
 use super::queues::{Job, NodeTarget, no_runtime};
 use super::store::{SharedStore, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
@@ -177,6 +179,7 @@ impl Worker {
             &inner.topology,
             &inner.settings.prefix,
             inner.now.load(Ordering::Relaxed),
+            inner.clock.micros_at(now),
         );
         inner.keep_topology_current();
         if let Some(observer) = inner.observer.get()
@@ -250,7 +253,18 @@ impl Worker {
         let mut connection = pool.checkout(timeout).await?;
         // Before the call: if this task is dropped during it, Redis may have run the script.
         *sent = true;
-        let replies = connection.run(batch.calls(), timeout).await?;
+        let mut replies = connection.run(batch.calls(), timeout).await?;
+        let outside = batch.outside(&replies);
+        if !outside.is_empty() {
+            // The script has decided nothing in these calls.
+            batch.set_clocks(&outside, &inner.clock);
+            let calls: SmallVec<[&ScriptCall; 1]> =
+                outside.iter().map(|(i, _)| &batch.calls()[*i]).collect();
+            let again = connection.run(&calls, timeout).await?;
+            for ((i, _), reply) in outside.into_iter().zip(again) {
+                replies[i] = reply;
+            }
+        }
         for (call, reply) in batch.calls().iter().zip(&replies) {
             // The server was a master when the connection was made. A new connection finds the present one.
             if let Ok(reply) = reply
@@ -408,8 +422,8 @@ impl Batch {
         self.len = 0;
     }
 
-    /// Groups the checks and builds the calls. `now` is 0 for Redis's own time.
-    fn make_calls(&mut self, topology: &Topology, prefix: &str, now: i64) {
+    /// Groups the checks and builds the calls. `now` is 0 for Redis's own time; `clock` estimates it.
+    fn make_calls(&mut self, topology: &Topology, prefix: &str, now: i64, clock: i64) {
         let Self {
             jobs, calls, len, ..
         } = self;
@@ -434,6 +448,7 @@ impl Batch {
             let call = &mut calls[*len];
             *len += 1;
             call.now = now;
+            call.clock = clock;
             call.needs_asking = group[0].needs_asking();
             // The most frequent call: it needs no map to find equal checks.
             if let [job] = group {
@@ -448,6 +463,23 @@ impl Batch {
 
     fn calls(&self) -> &[ScriptCall] {
         &self.calls[..self.len]
+    }
+
+    /// Returns the calls whose estimate of Redis's time was wrong, with that time.
+    fn outside(&self, replies: &Replies) -> Vec<(usize, i64)> {
+        let calls = self.calls().iter().zip(replies).enumerate();
+        let outside = |(i, (call, reply)): (usize, (&ScriptCall, &Result<Value, RedisError>))| {
+            Some((i, call.outside(reply.as_ref().ok()?)?))
+        };
+        calls.filter_map(outside).collect()
+    }
+
+    /// Corrects the estimate of Redis's time, in these calls and for later ones.
+    fn set_clocks(&mut self, outside: &[(usize, i64)], clock: &RedisClock) {
+        for &(i, at) in outside {
+            self.calls[i].clock = at;
+            clock.set(at);
+        }
     }
 
     /// The checks and the calls.
