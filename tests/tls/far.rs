@@ -172,7 +172,8 @@ async fn measure(
 async fn redis_decides(tls: bool) {
     let mut distances = vec![Distance::new(400, 500), Distance::new(200, 500)];
     let mut times = 2;
-    if env::var_os("FAR").is_some() {
+    let only_measures = env::var_os("FAR").is_some();
+    if only_measures {
         distances = [0, 30, 60, 80, 120, 200]
             .map(|time| Distance::new(time, 100))
             .into();
@@ -201,10 +202,9 @@ async fn redis_decides(tls: bool) {
                 "| {tls} | {:?}, {:?} | {connecting:.1?} | {:?} |",
                 distance.round_trip, distance.deadline, decided
             );
-            if !distance.decides_one() {
-                return texts.name_the_deadline();
-            }
-            decided[..3] == [times; 3] && (decided[3] == 16 * times || !distance.decides_many())
+            let decides_one = decided[..3] == [times; 3];
+            let decides_many = decided[3] == 16 * times || !distance.decides_many();
+            only_measures || decides_one && decides_many
         })
         .await;
     }

@@ -120,7 +120,7 @@ impl Backoff {
     }
 }
 
-/// Interval between two looks at the idle connections. At most half of [`Connection::IDLE_THRESHOLD`], so that each idle
+/// Interval between two looks at the idle connections. At most half of [`Connection::IDLE_THRESHOLD`]: each idle
 /// connection is pinged before a check would ping it.
 pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(15);
 
@@ -311,7 +311,7 @@ impl<C: Connect> Pool<C> {
         }
     }
 
-    /// Discards the idle connections that were lost, and pings those that were not used for [`PING_INTERVAL`].
+    /// Discards lost connections, and pings connections that were idle for [`PING_INTERVAL`].
     pub(crate) async fn ping_idle(&self) {
         for _ in 0..self.connections.state().connections {
             let Some(mut connection) = self.take_idle().await else {

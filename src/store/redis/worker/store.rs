@@ -644,7 +644,7 @@ impl Watch {
     }
 }
 
-/// Looks after the idle connections of a pool: pings them, and sends newer credentials over them.
+/// Pings the idle connections of a pool, and sends newer credentials over them.
 struct PoolUpkeep {
     inner: Weak<SharedStore>,
     login: Option<Arc<Login>>,
