@@ -208,6 +208,7 @@ pub mod answers {}
 
 /// The tested servers, their requirements, and their effect on the counts.
 ///
+/// [busy]: crate::guide::faults#a-busy-runtime
 /// [options]: crate::guide::options#stores
 /// [running]: crate::guide::running
 #[doc = include_str!("../docs/servers.md")]
@@ -230,6 +231,7 @@ pub mod comparison {}
 ///
 /// [cluster]: crate::guide::running#a-cluster
 /// [leases]: crate::guide::leases#limits-and-failures
+/// [networks]: crate::guide::servers#networks-and-proxies
 /// [running]: crate::guide::running#failures-in-short
 /// [runtime-late]: crate::guide::pitfalls#runtime-late
 /// [servers]: crate::guide::servers#charges-lost-in-a-failover

@@ -24,14 +24,13 @@ impl Block {
     pub(super) fn new(key: Key, decision: Decision, asked_at: Instant) -> Self {
         // Clock-aligned windows end by the store's clock. Counting from `asked_at`, before the charge, cannot overshoot
         // the end.
-        let windows = decision
-            .policies()
-            .iter()
-            .zip(&decision.verdicts().each)
-            .filter(|(policy, _)| policy.frees() == Frees::WithWindow)
-            .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64));
-        let lease = lease_time(decision.policies());
-        let lifetime = windows.chain(lease).min().unwrap_or_default();
+        let mut lifetime = lease_time(decision.policies()).unwrap_or_default();
+        for (policy, verdict) in decision.policies().iter().zip(&decision.verdicts().each) {
+            if policy.frees() == Frees::WithWindow {
+                let window = Duration::from_micros(verdict.reset.max(0) as u64);
+                lifetime = lifetime.min(window);
+            }
+        }
         // The last eighth allows for a clock slower than the store's.
         let expires_at = asked_at + lifetime / 8 * 7;
         let granted = decision.granted();
@@ -102,23 +101,30 @@ fn part(of_block: &Decision, check: Check, left: u32, age: Duration) -> Decision
     }
     // The policy that decided on the block decides on its parts.
     let of_decider = part.each().nth(of_block.decider());
-    of_decider.unwrap_or(part)
+    match of_decider {
+        Some(of_decider) => of_decider,
+        None => part,
+    }
 }
 
 /// The least amount of a charge that drains within `time`, regardless of other charges. In a log or a window a refund
 /// is limited by what still counts of the charge, so no limit is needed here. A refill at intervals may not have
 /// happened yet.
 fn min_drained_in(policies: &Policies, time: Duration) -> u32 {
-    let drained = policies.iter().map(|policy| match policy.frees() {
-        Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
-        Frees::InBatches => 0,
-        Frees::OneByOne
-        | Frees::Fading
-        | Frees::WithWindow
-        | Frees::WithCell
-        | Frees::OnRelease => u32::MAX,
-    });
-    drained.min().unwrap_or(0)
+    let mut least = u32::MAX;
+    for policy in policies {
+        let drained = match policy.frees() {
+            Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
+            Frees::InBatches => 0,
+            Frees::OneByOne
+            | Frees::Fading
+            | Frees::WithWindow
+            | Frees::WithCell
+            | Frees::OnRelease => u32::MAX,
+        };
+        least = least.min(drained);
+    }
+    least
 }
 
 #[cfg(test)]

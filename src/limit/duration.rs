@@ -7,25 +7,46 @@ use super::LONGEST;
 
 /// Converts to microseconds, rounded up.
 pub(crate) fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_nanos().div_ceil(1_000))
-        .unwrap_or(LONGEST)
-        .min(LONGEST)
+    let micros = duration.as_nanos().div_ceil(1_000);
+    micros.min(LONGEST as u128) as i64
 }
 
-/// The units, longest first: the name in output, other names accepted in input, and the length in
-/// nanoseconds.
-const UNITS: [(&str, &[&str], u128); 7] = [
-    ("d", &["day", "days"], 86_400_000_000_000),
-    ("h", &["hour", "hours"], 3_600_000_000_000),
-    ("m", &["min", "minute", "minutes"], 60_000_000_000),
-    ("s", &["sec", "second", "seconds"], 1_000_000_000),
-    ("ms", &[], 1_000_000),
-    ("us", &[], 1_000),
-    ("ns", &[], 1),
+/// A unit of durations as text.
+struct Unit {
+    /// The name in output.
+    name: &'static str,
+    /// Other names in input: a short one, the singular and the plural.
+    words: &'static [&'static str],
+    nanos: u128,
+}
+
+const fn unit(name: &'static str, words: &'static [&'static str], nanos: u128) -> Unit {
+    Unit { name, words, nanos }
+}
+
+/// The units, longest first.
+const UNITS: [Unit; 7] = [
+    unit("d", &["day", "days"], 86_400_000_000_000),
+    unit("h", &["hour", "hours"], 3_600_000_000_000),
+    unit("m", &["min", "minute", "minutes"], 60_000_000_000),
+    unit("s", &["sec", "second", "seconds"], 1_000_000_000),
+    unit("ms", &[], 1_000_000),
+    unit("us", &[], 1_000),
+    unit("ns", &[], 1),
 ];
 
 /// A unit of input only: as output, `7d` is part of Redis keys.
-const WEEK: (&str, &[&str], u128) = ("week", &["weeks"], 7 * UNITS[0].2);
+const WEEK: Unit = unit("week", &["weeks"], 7 * UNITS[0].nanos);
+
+impl Unit {
+    /// Returns the unit with this name, or one of its other names.
+    fn named(text: &str) -> Option<&'static Self> {
+        UNITS
+            .iter()
+            .chain([&WEEK])
+            .find(|unit| unit.name == text || unit.words.contains(&text))
+    }
+}
 
 /// Parses a number and a unit, with or without a space between them. The error names the problem.
 pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
@@ -37,27 +58,32 @@ pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
 
 /// Splits the text after its leading digits.
 pub(super) fn split(text: &str) -> (&str, &str) {
-    text.split_at(
-        text.find(|c: char| !c.is_ascii_digit())
-            .unwrap_or(text.len()),
-    )
+    match text.find(|c: char| !c.is_ascii_digit()) {
+        Some(end) => text.split_at(end),
+        None => (text, ""),
+    }
 }
 
 /// Multiplies a unit; an empty `count` is 1. The error names the problem.
 pub(super) fn times(count: &str, unit: &str) -> Result<Duration, &'static str> {
     const TOO_LONG: &str = "the duration is too long";
-    let mut units = UNITS.into_iter().chain([WEEK]);
-    let (_, _, nanos) = units
-        .find(|(name, words, _)| unit == *name || words.contains(&unit))
-        .ok_or_else(|| no_unit(unit))?;
-    let count: u128 = if count.is_empty() {
-        1
-    } else {
-        count.parse().map_err(|_| TOO_LONG)?
+    let Some(unit) = Unit::named(unit) else {
+        return Err(no_unit(unit));
     };
-    let nanos = count.checked_mul(nanos).ok_or(TOO_LONG)?;
-    let seconds = u64::try_from(nanos / 1_000_000_000).map_err(|_| TOO_LONG)?;
-    Ok(Duration::new(seconds, (nanos % 1_000_000_000) as u32))
+    let count = match count {
+        "" => Ok(1),
+        digits => digits.parse::<u128>(),
+    };
+    let Ok(count) = count else {
+        return Err(TOO_LONG);
+    };
+    let Some(nanos) = count.checked_mul(unit.nanos) else {
+        return Err(TOO_LONG);
+    };
+    match u64::try_from(nanos / 1_000_000_000) {
+        Ok(seconds) => Ok(Duration::new(seconds, (nanos % 1_000_000_000) as u32)),
+        Err(_) => Err(TOO_LONG),
+    }
 }
 
 fn no_unit(unit: &str) -> &'static str {
@@ -77,17 +103,20 @@ fn no_unit(unit: &str) -> &'static str {
 /// Returns the duration as a multiple of the largest unit that divides it.
 pub(super) fn measure(duration: Duration) -> (u128, &'static str) {
     let nanos = duration.as_nanos();
-    let unit = UNITS
-        .into_iter()
-        .find(|(_, _, unit)| nanos >= *unit && nanos.is_multiple_of(*unit));
-    unit.map_or((0, "s"), |(name, _, unit)| (nanos / unit, name))
+    for unit in &UNITS {
+        if nanos >= unit.nanos && nanos.is_multiple_of(unit.nanos) {
+            return (nanos / unit.nanos, unit.name);
+        }
+    }
+    // Nanoseconds divide every duration but zero.
+    (0, "s")
 }
 
 /// Returns the duration in words, such as `minute` or `90 seconds`.
 pub(super) fn in_words(duration: Duration) -> String {
     let (count, name) = measure(duration);
-    let words = UNITS.iter().find(|(unit, ..)| *unit == name);
-    match (count, words.map_or(&[][..], |(_, words, _)| words)) {
+    let words = Unit::named(name).map_or(&[][..], |unit| unit.words);
+    match (count, words) {
         (1, [.., one, _]) => (*one).to_owned(),
         (1, _) => name.to_owned(),
         (_, [.., many]) => format!("{count} {many}"),

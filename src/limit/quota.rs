@@ -161,8 +161,11 @@ impl Quota {
             Period::Month => MONTH.to_owned(),
             Period::Year => YEAR.to_owned(),
         };
-        let burst = self.burst.map(|burst| format!(" burst {burst}"));
-        format!("{} per {period}{}", self.limit, burst.unwrap_or_default())
+        let rate = format!("{} per {period}", self.limit);
+        match self.burst {
+            Some(burst) => format!("{rate} burst {burst}"),
+            None => rate,
+        }
     }
 
     /// Returns the amount granted per period.
@@ -182,9 +185,11 @@ impl Quota {
 
     /// Returns the time in which `units` refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
-        let nanos =
-            self.period().as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
-        u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
+        let of_all = self.period().as_nanos().saturating_mul(units.into());
+        match u64::try_from(of_all / u128::from(self.limit.max(1))) {
+            Ok(nanos) => Duration::from_nanos(nanos),
+            Err(_) => Duration::MAX,
+        }
     }
 
     /// Returns the units that refill gradually in `time`, rounded up.
@@ -277,10 +282,12 @@ impl FromStr for Quota {
             ConfigError::invalid("quota", text, format_args!("{problem}; {fix}"))
         };
 
-        let (limit, rest) =
-            split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
-        let limit =
-            whole(limit).ok_or_else(|| wrong("the limit is not an integer up to 4294967295"))?;
+        let Some((limit, rest)) = split_rate(text.trim()) else {
+            return Err(wrong("there is no `/` and no `per`"));
+        };
+        let Some(limit) = whole(limit) else {
+            return Err(wrong("the limit is not an integer up to 4294967295"));
+        };
         if has_another_rate(rest) {
             let problem = "there is more than one quota; use a policy for each, such as \
                            `Policies::new([per_second, per_hour])`, in settings a list of them";
@@ -291,32 +298,28 @@ impl FromStr for Quota {
         }
 
         let mut words = rest.split_whitespace().peekable();
-        let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
-        let (count, unit) = match duration::split(period) {
-            (count, "") => {
-                let unit = words.next_if(|word| *word != "burst");
-                (count, unit.unwrap_or_default())
-            }
-            parts => parts,
+        let Some(first) = words.next() else {
+            return Err(wrong("the period is missing"));
         };
+        let (count, mut unit) = duration::split(first);
+        if unit.is_empty() {
+            // It is a separate word, or missing.
+            unit = words.next_if(|word| *word != "burst").unwrap_or("");
+        }
         let period = match (count, unit) {
             ("" | "1", MONTH) => Period::Month,
             ("" | "1", YEAR) => Period::Year,
             _ => Period::Fixed(duration::times(count, unit).map_err(wrong)?),
         };
-        let mut quota = Self::of(limit, period);
-        match words.next() {
-            None => {}
-            Some("burst") => {
-                let burst = words.next().and_then(whole);
-                quota =
-                    quota
-                        .burst(burst.ok_or_else(|| {
-                            wrong("the burst is not an integer up to 4294967295")
-                        })?);
-            }
+        let rate = Self::of(limit, period);
+        let quota = match words.next() {
+            None => rate,
+            Some("burst") => match words.next().and_then(whole) {
+                Some(burst) => rate.burst(burst),
+                None => return Err(wrong("the burst is not an integer up to 4294967295")),
+            },
             Some(_) => return Err(wrong("only `burst` may follow the period")),
-        }
+        };
         if words.next().is_some() {
             return Err(wrong("there is more text after the burst"));
         }
@@ -327,15 +330,14 @@ impl FromStr for Quota {
 
 /// Splits the limit from the text after `/` or `per`.
 fn split_rate(text: &str) -> Option<(&str, &str)> {
-    let (limit, rest) = match text.split_once('/') {
-        Some(parts) => parts,
-        None => {
-            let (limit, rest) = text.split_once("per")?;
-            let apart =
-                limit.ends_with(char::is_whitespace) && rest.starts_with(char::is_whitespace);
-            apart.then_some((limit, rest))?
-        }
-    };
+    if let Some((limit, rest)) = text.split_once('/') {
+        return Some((limit.trim_end(), rest));
+    }
+    let (limit, rest) = text.split_once("per")?;
+    // It is a word, and not a part of one, such as of `percent`.
+    if !limit.ends_with(char::is_whitespace) || !rest.starts_with(char::is_whitespace) {
+        return None;
+    }
     Some((limit.trim_end(), rest))
 }
 
@@ -347,11 +349,10 @@ fn has_another_rate(rest: &str) -> bool {
 
 /// Parses digits only: `u32::from_str` would also accept a sign.
 pub(super) fn whole(digits: &str) -> Option<u32> {
-    digits
-        .bytes()
-        .all(|b| b.is_ascii_digit())
-        .then(|| digits.parse().ok())
-        .flatten()
+    if !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    digits.parse().ok()
 }
 
 impl Quota {
@@ -360,11 +361,13 @@ impl Quota {
     pub(super) const MAX_REFILL: Duration = Duration::from_secs(3_650 * 86_400);
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        self.problem().map_or(Ok(()), |problem| {
-            Err(ConfigError::new(format!(
-                "invalid quota `{self}`: {problem}"
-            )))
-        })
+        match self.problem() {
+            Some(problem) => {
+                let text = format!("invalid quota `{self}`: {problem}");
+                Err(ConfigError::new(text))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Returns why the quota is invalid, if it is.

@@ -27,6 +27,8 @@ pub(crate) struct Path {
     address: SocketAddr,
     port: Arc<AtomicU16>,
     pub(crate) connections: Arc<AtomicUsize>,
+    /// Number of bytes that were dropped.
+    pub(crate) dropped: Arc<AtomicUsize>,
     forgotten: watch::Sender<()>,
 }
 
@@ -40,10 +42,13 @@ impl Path {
         );
         let (forgotten, forget) = watch::channel(());
         let (to, count) = (Arc::clone(&port), Arc::clone(&connections));
+        let dropped = Arc::new(AtomicUsize::new(0));
+        let drops = Arc::clone(&dropped);
         tokio::spawn(async move {
             while let Ok((mut client, _)) = listener.accept().await {
                 count.fetch_add(1, SeqCst);
                 let (to, mut forget) = (to.load(SeqCst), forget.clone());
+                let drops = Arc::clone(&drops);
                 forget.mark_unchanged();
                 tokio::spawn(async move {
                     let mut server = TcpStream::connect(("127.0.0.1", to)).await?;
@@ -52,8 +57,11 @@ impl Path {
                         _ = forget.changed() => {}
                     }
                     // Forward nothing, silently.
-                    let _open = (client, server);
-                    std::future::pending::<io::Result<()>>().await
+                    let mut buffer = vec![0; 65_536];
+                    while let length @ 1.. = client.read(&mut buffer).await? {
+                        drops.fetch_add(length, SeqCst);
+                    }
+                    Ok::<(), io::Error>(())
                 });
             }
         });
@@ -61,6 +69,7 @@ impl Path {
             address,
             port,
             connections,
+            dropped,
             forgotten,
         }
     }

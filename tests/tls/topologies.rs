@@ -22,7 +22,11 @@ fn builder(servers: impl Into<Servers>, ca: &Authority, own: &Certificate) -> Re
 }
 
 /// Starts a cluster of one node with TLS, and more options.
-async fn cluster_of_one(ca: &Authority, certificate: &Certificate, options: &[&str]) -> TlsServer {
+pub(crate) async fn cluster_of_one(
+    ca: &Authority,
+    certificate: &Certificate,
+    options: &[&str],
+) -> TlsServer {
     let bus = free_port().to_string();
     let mut args = vec!["--cluster-enabled", "yes", "--cluster-port", &bus];
     args.extend(["--tls-cluster", "yes"]);
@@ -71,7 +75,7 @@ async fn a_cluster() {
     assert_eq!(error.kind(), ErrorKind::TlsRequired, "{error:?}");
 }
 
-struct Sentinel {
+pub(crate) struct Sentinel {
     child: Child,
     _files: Files,
 }
@@ -83,9 +87,10 @@ impl Drop for Sentinel {
     }
 }
 
-/// Starts a sentinel that accepts TLS only, and returns its port.
-fn sentinel(master: u16, ca: &Authority) -> (Sentinel, u16) {
-    let (files, port) = (Files::new(ca, &ca.sign(HOST)), free_port());
+/// Starts a sentinel that accepts TLS only, with a certificate for this host, and returns its port.
+pub(crate) fn sentinel(master: u16, host: &str, ca: &Authority) -> (Sentinel, u16) {
+    let files = Files::new(ca, &ca.sign(host));
+    let port = free_port();
     let settings: String = files
         .settings
         .iter()
@@ -121,7 +126,7 @@ async fn sentinels_and_their_master() {
     let ca = Authority::new();
     let own = ca.sign("service.example");
     let server = TlsServer::start_with(&ca, &ca.sign(HOST), &[]);
-    let (_sentinel, port) = sentinel(server.port, &ca);
+    let (_sentinel, port) = sentinel(server.port, HOST, &ca);
     until("the sentinel is up", async || {
         TcpStream::connect(("127.0.0.1", port)).is_ok()
     })

@@ -169,7 +169,7 @@ impl Setting for Option<Duration> {
     }
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        Duration::read(text).map(Some)
+        Ok(Some(Duration::read(text)?))
     }
 }
 
@@ -177,13 +177,13 @@ impl Setting for Duration {
     const EXPECTED: &'static str = "a duration such as `250ms`";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        duration::parse(text).map_err(|problem| {
-            ConfigError::invalid(
-                "duration",
-                text,
-                format_args!("{problem}; use the form `250ms`, `2s` or `15m`"),
-            )
-        })
+        match duration::parse(text) {
+            Ok(duration) => Ok(duration),
+            Err(problem) => {
+                let problem = format_args!("{problem}; use the form `250ms`, `2s` or `15m`");
+                Err(ConfigError::invalid("duration", text, problem))
+            }
+        }
     }
 }
 
@@ -255,14 +255,17 @@ impl<T: Setting + DeserializeOwned> Setting for SettingList<T> {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         // `split` would return one empty text for an empty list.
-        let texts = text.split(',').filter(|_| !text.trim().is_empty());
-        texts
-            .map(|text| T::read(text.trim()))
-            .collect::<Result<_, _>>()
-            .map(Self)
+        if text.trim().is_empty() {
+            return Ok(Self(vec![]));
+        }
+        let mut settings = vec![];
+        for setting in text.split(',') {
+            settings.push(T::read(setting.trim())?);
+        }
+        Ok(Self(settings))
     }
 
     fn read_list<'de, D: Deserializer<'de>>(list: D, _: Field<Self>) -> Result<Self, D::Error> {
-        Vec::deserialize(list).map(Self)
+        Ok(Self(Vec::deserialize(list)?))
     }
 }

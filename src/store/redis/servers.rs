@@ -59,7 +59,8 @@ impl Servers {
     /// A Redis Cluster, by the URLs of some of its nodes, which report the others. The user,
     /// password and TLS of the first URL apply to all nodes.
     pub fn cluster(nodes: impl IntoIterator<Item = impl Into<Server>>) -> Self {
-        Self::new(cluster(nodes.into_iter().map(|node| node.into().0)))
+        let nodes = all(nodes);
+        Self::new(nodes.and_then(cluster))
     }
 
     /// The master with this name, by the URLs of all sentinels.
@@ -77,8 +78,8 @@ impl Servers {
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
     pub fn sentinel(master: &str, sentinels: impl IntoIterator<Item = impl Into<Server>>) -> Self {
-        let sentinels = sentinels.into_iter().map(|sentinel| sentinel.into().0);
-        Self::new(self::sentinel(master, sentinels))
+        let sentinels = all(sentinels);
+        Self::new(sentinels.and_then(|sentinels| self::sentinel(master, sentinels)))
     }
 
     fn new(kind: Result<NamedServers, ConfigError>) -> Self {
@@ -133,17 +134,33 @@ impl Servers {
             // Ignore the prefix of an invalid URL: it may be a part of a password.
             Err(error) => return Self::new(Err(error)),
         };
-        let parameter = |name| pairs(text).find_map(|pair| pair.strip_prefix(name));
-        let file = |name| Some(CredentialSource::File(parameter(name)?.into()));
-        Self {
-            prefix: parameter("prefix=").map(str::to_owned),
-            credentials: CredentialSources {
-                servers: file("password_file="),
-                sentinels: file("sentinel_password_file="),
-            },
-            kind: Ok(kind),
+        let mut servers = Self::new(Ok(kind));
+        for pair in pairs(text) {
+            let (name, value) = cut(pair, "=");
+            match name {
+                "prefix" => servers.prefix = Some(value.to_owned()),
+                "password_file" => {
+                    servers.credentials.servers = Some(CredentialSource::File(value.into()));
+                }
+                "sentinel_password_file" => {
+                    servers.credentials.sentinels = Some(CredentialSource::File(value.into()));
+                }
+                _ => {}
+            }
         }
+        servers
     }
+}
+
+/// Returns the settings of these servers, or the first error.
+fn all(
+    servers: impl IntoIterator<Item = impl Into<Server>>,
+) -> Result<Vec<ConnectionInfo>, ConfigError> {
+    let mut all = vec![];
+    for server in servers {
+        all.push(server.into().0?);
+    }
+    Ok(all)
 }
 
 fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
@@ -152,7 +169,7 @@ fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
     match cut(scheme, "+") {
         (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster") => {
             let nodes = nodes(scheme, rest)?;
-            let kind = cluster(nodes.into_iter().map(read))?;
+            let kind = cluster(read_all(&nodes)?)?;
             check_parameters(url, &["prefix", "protocol", "password_file"])?;
             Ok(kind)
         }
@@ -212,23 +229,33 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
 
 /// Rejects a URL in quotes, or behind a blank. The URL's parser ignores blanks at its end.
 fn check_ends(url: &str) -> Result<(), ConfigError> {
-    let is_quote = |c: char| matches!(c, '"' | '\'' | '`' | '\u{2018}'..='\u{201f}');
-    let is_before = |c: &char| is_quote(*c) || c.is_whitespace() || *c == '\u{feff}';
-    let first = url.chars().next().filter(is_before);
-    let last = url.chars().next_back().filter(|c| is_quote(*c));
-    let (place, found) = match (first, last) {
-        (Some(first), _) => ("starts", first),
-        (None, Some(last)) => ("ends", last),
-        (None, None) => return Ok(()),
-    };
-    let found = match found {
+    if let Some(first) = url.chars().next()
+        && (is_quote(first) || first.is_whitespace() || first == '\u{feff}')
+    {
+        let found = described(first);
+        return wrong(format_args!("it starts with {found}: remove it"));
+    }
+    if let Some(last) = url.chars().next_back()
+        && is_quote(last)
+    {
+        let found = described(last);
+        return wrong(format_args!("it ends with {found}: remove it"));
+    }
+    Ok(())
+}
+
+fn is_quote(c: char) -> bool {
+    matches!(c, '"' | '\'' | '`' | '\u{2018}'..='\u{201f}')
+}
+
+fn described(c: char) -> String {
+    match c {
         ' ' => "a blank".to_owned(),
         '\t' => "a tab".to_owned(),
         '\n' | '\r' => "a line break".to_owned(),
-        found if is_quote(found) => format!("the character `{found}`"),
-        found => format!("the character `{}`", found.escape_unicode()),
-    };
-    wrong(format_args!("it {place} with {found}: remove it"))
+        c if is_quote(c) => format!("the character `{c}`"),
+        c => format!("the character `{}`", c.escape_unicode()),
+    }
 }
 
 /// Rejects a URL that cannot be that of a single server, and names the scheme to use: the errors of redis-rs name none.
@@ -264,9 +291,9 @@ fn check_scheme(url: &str) -> Result<(), ConfigError> {
             );
         }
     }
-    let after_login = rest.rsplit('@').next().unwrap_or(rest);
-    let end = after_login.find(['/', '?', '#']);
-    if after_login[..end.unwrap_or(after_login.len())].contains(',') {
+    let (_, after_login) = rest.rsplit_once('@').unwrap_or(("", rest));
+    let (hosts, _) = split_authority(after_login);
+    if hosts.contains(',') {
         return wrong(format_args!(
             "it names several hosts: use `{redis}+cluster://` for the nodes of a cluster, `{redis}+sentinel://` for sentinels"
         ));
@@ -275,10 +302,12 @@ fn check_scheme(url: &str) -> Result<(), ConfigError> {
 }
 
 /// The query parameters of a URL.
-fn pairs(url: &str) -> impl Iterator<Item = &str> {
+fn pairs(url: &str) -> Vec<&str> {
     let (url, _fragment) = cut(url, "#");
     let (_, query) = cut(url, "?");
-    query.split('&').filter(|pair| !pair.is_empty())
+    let mut pairs: Vec<&str> = query.split('&').collect();
+    pairs.retain(|pair| !pair.is_empty());
+    pairs
 }
 
 /// Rejects unknown parameters.
@@ -290,11 +319,10 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
         if !known.contains(&name) || is_free_text && pair.contains('@') {
             // It may be a part of a password with an unescaped `&`.
             let is_name = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-            let shown = if is_name && !pairs(url).any(is_login) {
-                format!(" `{name}`")
-            } else {
-                String::new()
-            };
+            let mut shown = String::new();
+            if is_name && !pairs(url).into_iter().any(is_login) {
+                shown = format!(" `{name}`");
+            }
             let known = known.join("`, `");
             return wrong(format_args!(
                 "its parameter{shown} is unknown: write `{known}`, and in a password a `?` as `%3F` and an `&` as `%26`; all else is set on the \
@@ -316,6 +344,14 @@ fn is_login(pair: &str) -> bool {
     pair.contains('@') || pair.starts_with("sentinel_password=") || pair.starts_with("pass=")
 }
 
+/// Splits the user, password and hosts from the rest of a URL. In a password, these characters must be escaped.
+fn split_authority(text: &str) -> (&str, &str) {
+    match text.find(['/', '?', '#']) {
+        Some(end) => text.split_at(end),
+        None => (text, ""),
+    }
+}
+
 /// Splits the user and password from the hosts.
 fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
     let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
@@ -330,23 +366,30 @@ fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
 
 /// The URL of each node in `user:password@host:port,host:port/?query`.
 fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
-    // In a password, these characters must be escaped.
-    let (authority, query) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    let (authority, query) = split_authority(rest);
     let (user, hosts) = split_login(authority)?;
     let at = if user.is_empty() { "" } else { "@" };
-    if hosts.split(',').any(str::is_empty) {
-        return wrong(
-            "a host is missing, or there is a comma too many: write the hosts like `host:6379,host:6380`",
-        );
+    let mut nodes = vec![];
+    for host in hosts.split(',') {
+        if host.is_empty() {
+            return wrong(
+                "a host is missing, or there is a comma too many: write the hosts like `host:6379,host:6380`",
+            );
+        }
+        nodes.push(format!("{scheme}://{user}{at}{host}{query}"));
     }
-    Ok(hosts
-        .split(',')
-        .map(|host| format!("{scheme}://{user}{at}{host}{query}"))
-        .collect())
+    Ok(nodes)
 }
 
-fn read(url: impl AsRef<str>) -> Result<ConnectionInfo, ConfigError> {
-    let url = url.as_ref();
+fn read_all(urls: &[String]) -> Result<Vec<ConnectionInfo>, ConfigError> {
+    let mut servers = vec![];
+    for url in urls {
+        servers.push(read(url)?);
+    }
+    Ok(servers)
+}
+
+fn read(url: &str) -> Result<ConnectionInfo, ConfigError> {
     let (_, fragment) = cut(url, "#");
     // redis-rs ignores the rest of the URL, which may be the end of a password with the host.
     if url.contains('#') && fragment != "insecure" {
@@ -366,10 +409,11 @@ fn sentinel_of_url(scheme: &str, rest: &str) -> Result<NamedServers, ConfigError
     let mut sentinel_user = String::new();
     let mut sentinel_password = String::new();
     let mut of_all = vec![];
-    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+    for pair in query.split('&') {
         match pair.split_once('=') {
             Some(("sentinel_user", user)) => sentinel_user = escaped(user),
             Some(("sentinel_password", password)) => sentinel_password = escaped(password),
+            _ if pair.is_empty() => {}
             _ => of_all.push(pair),
         }
     }
@@ -381,15 +425,18 @@ fn sentinel_of_url(scheme: &str, rest: &str) -> Result<NamedServers, ConfigError
     if !(sentinel_user.is_empty() && sentinel_password.is_empty()) {
         sentinel_login = format!("{sentinel_user}:{sentinel_password}@");
     }
-    let hosts: Vec<String> = hosts.split(',').map(with_port).collect();
-    let hosts = hosts.join(",");
+    let mut with_ports = vec![];
+    for host in hosts.split(',') {
+        with_ports.push(with_port(host));
+    }
+    let hosts = with_ports.join(",");
     let sentinels = nodes(scheme, &format!("{sentinel_login}{hosts}/{query}"))?;
     let mut master = String::new();
     if !name.is_empty() {
         let at = if login.is_empty() { "" } else { "@" };
         master = format!("{scheme}://{login}{at}{name}/{database}{query}");
     }
-    sentinel(&master, sentinels.into_iter().map(read))
+    sentinel(&master, read_all(&sentinels)?)
 }
 
 /// Escapes characters that need no escape in a query, but do before a host.
@@ -410,11 +457,7 @@ fn with_port(host: &str) -> String {
     }
 }
 
-fn sentinel(
-    master: &str,
-    sentinels: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
-) -> Result<NamedServers, ConfigError> {
-    let sentinels: Vec<_> = sentinels.collect::<Result<_, _>>()?;
+fn sentinel(master: &str, sentinels: Vec<ConnectionInfo>) -> Result<NamedServers, ConfigError> {
     if master.is_empty() {
         return wrong(
             "it names no master: write its name after the sentinels, as in `redis+sentinel://host:26379/mymaster`",
@@ -435,15 +478,13 @@ fn sentinel(
     let mut master = if is_url {
         read(master)?
     } else {
-        read(format!("redis://{master}"))?
+        read(&format!("redis://{master}"))?
     };
     let name = match master.addr() {
         ConnectionAddr::Tcp(name, _) | ConnectionAddr::TcpTls { host: name, .. } => name.clone(),
         _ => String::new(),
     };
-    // The characters that Redis Sentinel allows.
-    let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
-    if name.is_empty() || !name.bytes().all(is_name) {
+    if name.is_empty() || !name.bytes().all(is_of_name) {
         return wrong(
             "the master's name is missing or invalid: use letters, digits, `.`, `-` and `_`",
         );
@@ -458,10 +499,12 @@ fn sentinel(
     })
 }
 
-fn cluster(
-    nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
-) -> Result<NamedServers, ConfigError> {
-    let nodes: Vec<_> = nodes.collect::<Result<_, _>>()?;
+/// Returns `true` for the characters that Redis Sentinel allows in a name.
+fn is_of_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b".-_".contains(&byte)
+}
+
+fn cluster(nodes: Vec<ConnectionInfo>) -> Result<NamedServers, ConfigError> {
     if nodes.is_empty() {
         return wrong("there is no node: add the URL of at least one node of the cluster");
     }
@@ -483,7 +526,10 @@ pub struct Server(Result<ConnectionInfo, ConfigError>);
 
 impl From<&str> for Server {
     fn from(url: &str) -> Self {
-        Self(check_ends(url).and_then(|()| read(url)))
+        Self(match check_ends(url) {
+            Ok(()) => read(url),
+            Err(error) => Err(error),
+        })
     }
 }
 
@@ -550,8 +596,13 @@ impl fmt::Debug for Servers {
             ) => nodes,
             Err(_) => return f.write_str("unreadable"),
         };
-        let nodes: Vec<String> = nodes.iter().map(|node| node.addr().to_string()).collect();
-        f.write_str(&nodes.join(","))
+        for (place, node) in nodes.iter().enumerate() {
+            if place > 0 {
+                f.write_str(",")?;
+            }
+            write!(f, "{}", node.addr())?;
+        }
+        Ok(())
     }
 }
 

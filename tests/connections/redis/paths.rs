@@ -60,6 +60,35 @@ async fn forgotten_connections_are_replaced() {
     assert_eq!(path.connections.load(SeqCst), before + 1);
 }
 
+/// An idle connection is pinged in the background. If it was lost, the next check opens another one, and waits for no
+/// ping.
+#[tokio::test]
+async fn idle_connections_are_pinged_in_the_background() {
+    const TIMEOUT: Duration = Duration::from_secs(20);
+    let server = RedisServer::start();
+    let path = Path::to(&server).await;
+    let builder = RedisStore::builder(path.url()).connections(ONE);
+    let store = builder.timeout(TIMEOUT).connect_lazy().unwrap();
+    let left = async || {
+        let decision = store.check(check("ann", "100/100d")).await;
+        decision.unwrap().remaining()
+    };
+    assert_eq!(left().await, 99);
+    let before = server.calls("ping").await;
+    idle_for(Duration::from_secs(15)).await;
+    until("it is pinged", async || server.calls("ping").await > before).await;
+    assert_eq!(left().await, 98);
+
+    path.forget();
+    idle_for(Duration::from_secs(15)).await;
+    until("a ping is lost", async || path.dropped.load(SeqCst) > 0).await;
+    idle_for(TIMEOUT / 2).await;
+    let start = Instant::now();
+    assert_eq!(left().await, 97);
+    assert!(start.elapsed() < TIMEOUT / 2, "{:?}", start.elapsed());
+    assert_eq!(path.connections.load(SeqCst), 2);
+}
+
 /// A connection in recent use is not pinged: the check that detects the loss times out. The other
 /// connections are then pinged, so the next check is decided.
 #[tokio::test]

@@ -19,7 +19,7 @@ const CALLED: &str = "`TIME` (or, for `RedisStore::announce`, `ZREMRANGEBYSCORE`
 
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
-    let detail = error.detail().unwrap_or_default();
+    let detail = detail(error);
     if detail.contains("command called from") {
         // A script of checks calls `TIME` before any write.
         return no_command(CALLED).not_sent();
@@ -44,18 +44,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         ) => ErrorKind::ClusterNode,
         _ if error.is_timeout() => ErrorKind::Timeout,
         Kind::Io => tls::problem(error).unwrap_or(ErrorKind::Unreachable),
-        _ => match error.code() {
-            Some("OOM") => ErrorKind::OutOfMemory,
-            Some("WRONGPASS") => ErrorKind::Authentication,
-            Some("NOPERM") => ErrorKind::Permission,
-            _ if lacks_login(error) => ErrorKind::Authentication,
-            _ => match detail {
-                // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
-                detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
-                detail if detail.contains("can't run this command") => ErrorKind::Permission,
-                _ => ErrorKind::Refused,
-            },
-        },
+        _ => kind_of_code(error),
     };
     let mut reason = message(error);
     if kind == ErrorKind::Refused && detail.contains("unknown command") {
@@ -66,17 +55,36 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         result = result.with_message(NO_LOGIN);
     }
     if was_not_run(kind, error) {
-        result.not_sent()
-    } else {
-        result
+        result = result.not_sent();
     }
+    result
+}
+
+pub(super) fn detail(error: &RedisError) -> &str {
+    error.detail().unwrap_or_default()
+}
+
+/// Returns the kind of a server's error that redis-rs does not know.
+fn kind_of_code(error: &RedisError) -> ErrorKind {
+    match error.code() {
+        Some("OOM") => return ErrorKind::OutOfMemory,
+        Some("WRONGPASS") => return ErrorKind::Authentication,
+        Some("NOPERM") => return ErrorKind::Permission,
+        _ if lacks_login(error) => return ErrorKind::Authentication,
+        _ => {}
+    }
+    let detail = detail(error);
+    // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
+    if detail.contains("ACL failure in script") || detail.contains("can't run this command") {
+        return ErrorKind::Permission;
+    }
+    ErrorKind::Refused
 }
 
 /// Returns `true` if the server requires a login that the client has not sent.
 fn lacks_login(error: &RedisError) -> bool {
     // Redis rejects commands with many arguments from unauthenticated clients by another error.
-    let detail = error.detail().unwrap_or_default();
-    error.code() == Some("NOAUTH") || detail.contains("unauthenticated")
+    error.code() == Some("NOAUTH") || detail(error).contains("unauthenticated")
 }
 
 /// Converts an error of a connection's greeting.
@@ -98,38 +106,30 @@ const MAX_LINE: usize = 200;
 /// Returns the error of a server that replies to anyone with this error line. `None` if it only wants a login or another
 /// command.
 pub(super) fn error_of_line(line: &str) -> Option<StoreError> {
-    let (code, text) = line.split_once(' ').unwrap_or((line, ""));
-    let is_of_command = [
+    const OF_COMMANDS: [&str; 3] = [
         "unknown command",
         "Protocol error",
         "wrong number of arguments",
-    ]
-    .iter()
-    .any(|words| text.contains(words));
-    if matches!(code, "NOAUTH" | "NOPERM" | "WRONGPASS" | "NOPROTO") || is_of_command {
+    ];
+    let (code, text) = line.split_once(' ').unwrap_or((line, ""));
+    let is_of_login = matches!(code, "NOAUTH" | "NOPERM" | "WRONGPASS" | "NOPROTO");
+    if is_of_login || OF_COMMANDS.iter().any(|words| text.contains(words)) {
         return None;
     }
     let shown = escaped(line);
-    let (kind, what, fix) = match code {
-        "LOADING" | "MASTERDOWN" => (ErrorKind::NotReady, "is not ready", "wait until it is"),
-        "DENIED" => (
-            ErrorKind::Unreachable,
-            "closes the connection",
-            "set a password on the server and in the URL, or `protected-mode no`",
-        ),
-        _ if text.contains("max number of clients") => (
-            ErrorKind::Unreachable,
-            "closes the connection",
-            "raise its `maxclients`, or close some of its connections",
-        ),
-        _ => (
-            ErrorKind::Unreachable,
-            "closes the connection",
-            "see its configuration and its log",
-        ),
+    if matches!(code, "LOADING" | "MASTERDOWN") {
+        let message = format!("the server is not ready (`{shown}`): wait until it is");
+        return Some(StoreError::new(ErrorKind::NotReady).with_message(message));
+    }
+    let fix = if code == "DENIED" {
+        "set a password on the server and in the URL, or `protected-mode no`"
+    } else if text.contains("max number of clients") {
+        "raise its `maxclients`, or close some of its connections"
+    } else {
+        "see its configuration and its log"
     };
-    let message = format!("the server {what} (`{shown}`): {fix}");
-    Some(StoreError::new(kind).with_message(message))
+    let message = format!("the server closes the connection (`{shown}`): {fix}");
+    Some(StoreError::new(ErrorKind::Unreachable).with_message(message))
 }
 
 /// Returns a server's line for an error: without control characters, and of at most [`MAX_LINE`] bytes.
@@ -164,7 +164,10 @@ pub(crate) fn within<T>(
     time: Duration,
     attempt: impl Future<Output = Result<T, StoreError>>,
 ) -> impl Future<Output = Result<T, StoreError>> {
-    patient(time, STEPS, attempt).map(|result| result.unwrap_or_else(|_| Err(timed_out())))
+    patient(time, STEPS, attempt).map(|result| match result {
+        Ok(result) => result,
+        Err(_) => Err(timed_out()),
+    })
 }
 
 /// Returns the replies to calls, or [`ErrorKind::Timeout`] after `time` and its graces.
@@ -173,7 +176,8 @@ pub(super) fn replies_within<T>(
     replies: impl Future<Output = Result<T, RedisError>>,
 ) -> impl Future<Output = Result<T, StoreError>> {
     patient(time, REPLY, replies).map(|replies| match replies {
-        Ok(replies) => replies.map_err(|error| error_of(&error)),
+        Ok(Ok(replies)) => Ok(replies),
+        Ok(Err(error)) => Err(error_of(&error)),
         Err(_) => Err(timed_out()),
     })
 }
@@ -218,16 +222,16 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
 /// repeats its text.
 fn message(error: &RedisError) -> String {
     let mut text = error.to_string();
+    if error.is_io_error() {
+        return text;
+    }
     // A server may repeat the arguments of a rejected command: `unknown command 'EVALSHA', with
     // args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`. A password may be an argument too. Every
     // caller's key follows a brace.
-    if !error.is_io_error()
-        && let Some(end) = [", with args", "{"]
-            .iter()
-            .filter_map(|mark| text.find(mark))
-            .min()
-    {
-        text.truncate(end);
+    for mark in [", with args", "{"] {
+        if let Some(end) = text.find(mark) {
+            text.truncate(end);
+        }
     }
     text
 }

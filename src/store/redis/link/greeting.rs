@@ -5,12 +5,13 @@
 
 use redis::{Cmd, ProtocolVersion, RedisConnectionInfo, RedisError, Value, cmd};
 
-use super::errors::{error_of, error_of_greeting};
+use super::errors::{detail, error_of, error_of_greeting};
 use super::pool::Driven;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 
 /// The name of this crate in `CLIENT LIST`, and its version.
-const LIBRARY: [&str; 2] = [env!("CARGO_PKG_NAME"), env!("CARGO_PKG_VERSION")];
+const LIBRARY: &str = env!("CARGO_PKG_NAME");
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The default name of a connection. Redis 7.0 and earlier show no library.
 const DEFAULT_NAME: &str = concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION"));
 
@@ -72,15 +73,15 @@ impl Greeting {
             commands.push(cmd("SELECT").arg(settings.db()).take());
         }
         // The library may be the application's, or none, as for a proxy that closes a connection at `CLIENT`.
-        let shows_library = !settings.skip_set_lib_name();
-        if shows_library {
-            let [library, version] = LIBRARY;
-            let library = settings.lib_name().unwrap_or(library);
-            let version = settings.lib_ver().unwrap_or(version);
+        let mut default_name = None;
+        if !settings.skip_set_lib_name() {
+            default_name = Some(DEFAULT_NAME);
+            let library = settings.lib_name().unwrap_or(LIBRARY);
             commands.push(set_info("LIB-NAME", library));
+            let version = settings.lib_ver().unwrap_or(VERSION);
             commands.push(set_info("LIB-VER", version));
         }
-        if let Some(name) = name.or(shows_library.then_some(DEFAULT_NAME)) {
+        if let Some(name) = name.or(default_name) {
             commands.push(cmd("CLIENT").arg("SETNAME").arg(name).take());
         }
         Self {
@@ -112,7 +113,7 @@ impl Greeting {
 
 /// Returns the error of a database that the server does not select.
 fn database_error(error: &RedisError, database: i64) -> StoreError {
-    let detail = error.detail().unwrap_or_default();
+    let detail = detail(error);
     if detail.contains("out of range") {
         let reason = format!(
             "it has no database {database}: use one below its `databases`, which are 0 to 15 by default, or a `prefix` in \
@@ -162,20 +163,18 @@ fn is_login_reply(reply: &Value, settings: &RedisConnectionInfo) -> bool {
 }
 
 fn login_error(error: &RedisError, settings: &RedisConnectionInfo) -> StoreError {
-    if !is_resp2(settings)
-        && error
-            .detail()
-            .is_some_and(|text| text.contains("unknown command"))
-    {
+    let detail = detail(error);
+    if !is_resp2(settings) && detail.contains("unknown command") {
         return StoreError::new(ErrorKind::Protocol).with_message(
             "the server does not support RESP3: remove `protocol=resp3` from the URL",
         );
     }
     if is_resp2(settings) && error.code() == Some("ERR") {
         // A server without users, and some proxies, reject a password with a general error.
-        let kind = match error.detail() {
-            Some(text) if text.contains("max number of clients") => ErrorKind::Unreachable,
-            _ => ErrorKind::Authentication,
+        let kind = if detail.contains("max number of clients") {
+            ErrorKind::Unreachable
+        } else {
+            ErrorKind::Authentication
         };
         return StoreError::explained(kind, "the server rejected AUTH");
     }

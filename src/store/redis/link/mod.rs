@@ -13,7 +13,7 @@ pub(super) use dial::{Dialer, kept_alive, with_address};
 pub(super) use errors::{STEPS, error_of, not_run, within};
 pub(super) use greeting::check_client_name;
 pub(super) use login::Login;
-pub(super) use pool::{Connect, Driven, Epoch, Link, Pool, Replies, Times};
+pub(super) use pool::{Connect, Driven, Epoch, Link, PING_INTERVAL, Pool, Replies, Times};
 pub(super) use tls::Tls;
 pub(in crate::store) use tls::no_tls;
 #[cfg(feature = "tls")]

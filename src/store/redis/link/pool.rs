@@ -16,6 +16,9 @@
 //! With TLS or over a Unix socket, redis-rs opens the connection and spawns its task, which ends when
 //! the connection is lost. Such a task takes no command.
 //!
+//! A NAT drops idle connections silently, which only a ping detects. The pool sends it while the connection is idle,
+//! without waiting for the reply: a check in the meantime follows in the same connection.
+//!
 //! A connection may take longer than a check waits. bb8 opens it in a task that outlives the
 //! checkout, and starts no other one for the next checkout.
 
@@ -24,7 +27,7 @@ use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bb8_redis::bb8;
@@ -116,6 +119,10 @@ impl Backoff {
         *lock(&self.0) = Streak::default();
     }
 }
+
+/// Interval between two looks at the idle connections. At most half of [`Connection::IDLE_THRESHOLD`]: each idle
+/// connection is pinged before a check would ping it.
+pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(15);
 
 /// Number of graces for a connection on a busy runtime. Few, because its time has room for delays.
 const GRACES: u32 = 2;
@@ -304,13 +311,31 @@ impl<C: Connect> Pool<C> {
         }
     }
 
+    /// Discards lost connections, and pings connections that were idle for [`PING_INTERVAL`].
+    pub(crate) async fn ping_idle(&self) {
+        for _ in 0..self.connections.state().connections {
+            let Some(mut connection) = self.take_idle().await else {
+                return;
+            };
+            if connection.is_closed() {
+                connection.give_up(StoreError::new(ErrorKind::Unreachable));
+            } else if connection.needs_ping() {
+                connection.send_ping();
+            }
+            // To the end of bb8's queue, so that the next one is another.
+            drop(connection);
+        }
+    }
+
     /// Sends newer credentials over each idle connection. Other connections send them with their next call.
     pub(crate) async fn log_in_idle(&self) {
         for _ in 0..self.connections.state().connections {
             let Some(mut connection) = self.take_idle().await else {
                 return;
             };
-            if !connection.is_closed() {
+            if connection.is_closed() {
+                connection.give_up(StoreError::new(ErrorKind::Unreachable));
+            } else {
                 let timeouts = self.timeouts.load(Ordering::Relaxed);
                 connection.begin_use(timeouts);
                 connection.log_in().await;
@@ -414,12 +439,20 @@ pub(crate) struct Connection {
     condition: Condition,
     /// Whether any use has succeeded.
     was_used: bool,
-    /// Start of the last use.
-    used: Instant,
+    /// Start of the last use, or of a later ping with a reply.
+    seen_at: Instant,
     /// The pool's number of timeouts at the start of the last use.
     timeouts: u64,
     /// Maximum time of a ping.
     patience: Duration,
+    /// The ping of an idle connection, until its reply is read.
+    ping: Option<IdlePing>,
+}
+
+/// A ping that no task awaits.
+struct IdlePing {
+    sent_at: Instant,
+    reply: Unconstrained<BoxFuture<'static, Result<Value, RedisError>>>,
 }
 
 /// How the last use of a connection ended.
@@ -434,8 +467,8 @@ enum Condition {
 
 impl Connection {
     /// Idle time after which a device in between may have dropped the connection silently: NATs and
-    /// load balancers do so after a minute or more. A shorter one would delay the checks of services
-    /// with few requests by a round trip.
+    /// load balancers do so after a minute or more. The pool pings idle connections earlier, unless its
+    /// runtime has stalled.
     const IDLE_THRESHOLD: Duration = Duration::from_secs(30);
 
     /// Idle time after which it is checked whether redis-rs's task has ended. Costs no round trip, but wakes the task.
@@ -446,9 +479,10 @@ impl Connection {
             link,
             condition: Condition::Works,
             was_used: false,
-            used: instant(),
+            seen_at: instant(),
             timeouts,
             patience,
+            ping: None,
         }
     }
 
@@ -464,9 +498,51 @@ impl Connection {
     /// Returns `true` if the connection was lost, as far as the runtime has received events.
     fn is_lost(&mut self) -> bool {
         let link = &mut self.link.inner;
-        match &mut link.driver {
+        let has_ended = match &mut link.driver {
             Some(driver) => has_ended(driver),
-            None => self.used.elapsed() >= Self::UNWATCHED_THRESHOLD && link.has_no_task(),
+            None => self.seen_at.elapsed() >= Self::UNWATCHED_THRESHOLD && link.has_no_task(),
+        };
+        has_ended || self.lacks_reply_to_ping()
+    }
+
+    fn needs_ping(&self) -> bool {
+        self.ping.is_none() && self.seen_at.elapsed() >= PING_INTERVAL
+    }
+
+    /// Sends a ping. Its reply is read before the next use, so that no check waits for it.
+    fn send_ping(&mut self) {
+        let mut connection = self.link.inner.connection.clone();
+        let reply = async move {
+            let ping = redis::cmd("PING");
+            connection.send_packed_command(&ping).await
+        };
+        self.ping = Some(IdlePing {
+            sent_at: instant(),
+            reply: unconstrained(reply.boxed()),
+        });
+        // Passes the ping to the driver, which then writes it.
+        if self.lacks_reply_to_ping() {
+            self.give_up(StoreError::new(ErrorKind::Unreachable));
+        } else if let Some(driver) = &mut self.link.inner.driver {
+            has_ended(driver);
+        }
+    }
+
+    /// Returns `true` if the ping of an idle connection has failed, or has no reply in its time.
+    fn lacks_reply_to_ping(&mut self) -> bool {
+        let Some(ping) = &mut self.ping else {
+            return false;
+        };
+        let mut cx = Context::from_waker(Waker::noop());
+        match ping.reply.poll_unpin(&mut cx) {
+            Poll::Ready(Ok(_)) => {
+                self.seen_at = self.seen_at.max(ping.sent_at);
+                self.ping = None;
+                false
+            }
+            // Not polled again: a lost connection is discarded.
+            Poll::Ready(Err(_)) => true,
+            Poll::Pending => ping.sent_at.elapsed() >= self.patience,
         }
     }
 
@@ -478,9 +554,9 @@ impl Connection {
     /// Starts a use. Returns `true` if the connection may be dead: it was idle for
     /// [`IDLE_THRESHOLD`](Self::IDLE_THRESHOLD), or another connection of the pool has timed out since the last use.
     fn begin_use(&mut self, timeouts: u64) -> bool {
-        let before = mem::replace(&mut self.used, instant());
+        let seen_before = mem::replace(&mut self.seen_at, instant());
         let timeouts_before = mem::replace(&mut self.timeouts, timeouts);
-        self.used >= before + Self::IDLE_THRESHOLD || timeouts_before != timeouts
+        self.seen_at >= seen_before + Self::IDLE_THRESHOLD || timeouts_before != timeouts
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this

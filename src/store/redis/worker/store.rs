@@ -14,7 +14,7 @@ use futures_util::future::{select, try_join_all};
 use redis::{FromRedisValue, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::clock::RedisClock;
 use super::denials::DenialCache;
@@ -29,7 +29,7 @@ use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
-use crate::store::redis::link::{Login, Times, error_of};
+use crate::store::redis::link::{Login, PING_INTERVAL, Times, error_of};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, NodePool, Topology};
 use crate::store::{Answer, Backend, Health, Hooks, Store, Waiters, Withdraw, probe};
@@ -288,18 +288,15 @@ impl SharedStore {
         // One worker finds the nodes of all checks without a node.
         let max_workers = if target.is_some() { workers } else { 1 };
         let jobs = JobQueue::new(max_queued.get(), max_workers, backlog);
-        let renewal = match (&self.login, &target) {
-            (Some(login), Some(target)) => Some(CredentialRenewal {
-                inner: Arc::downgrade(self),
-                login: Arc::clone(login),
-                pool: Arc::downgrade(&target.pool),
-            }),
-            _ => None,
-        };
+        let upkeep = target.as_ref().map(|target| PoolUpkeep {
+            inner: Arc::downgrade(self),
+            login: self.login.clone(),
+            pool: Arc::downgrade(&target.pool),
+        });
         let watch = Watch {
             inner: Arc::downgrade(self),
             queue_number: number,
-            renewal,
+            upkeep,
             store,
         };
         let queue = NodeQueue::new(number, runtime.id(), target, jobs, _store);
@@ -674,37 +671,57 @@ impl fmt::Debug for SharedStore {
 struct Watch {
     inner: Weak<SharedStore>,
     queue_number: NonZeroU64,
-    renewal: Option<CredentialRenewal>,
+    upkeep: Option<PoolUpkeep>,
     store: oneshot::Receiver<Infallible>,
 }
 
 impl Watch {
     async fn run(mut self) {
-        match self.renewal.take() {
+        match self.upkeep.take() {
             None => drop((&mut self.store).await),
-            Some(renewal) => {
-                select(&mut self.store, pin!(renewal.run())).await;
+            Some(upkeep) => {
+                select(&mut self.store, pin!(upkeep.run())).await;
             }
         }
     }
 }
 
-/// Renews the credentials of a store, and sends them over the idle connections of a pool.
-struct CredentialRenewal {
+/// Pings the idle connections of a pool, and sends newer credentials over them.
+struct PoolUpkeep {
     inner: Weak<SharedStore>,
-    login: Arc<Login>,
+    login: Option<Arc<Login>>,
     pool: Weak<NodePool>,
 }
 
-impl CredentialRenewal {
+impl PoolUpkeep {
     async fn run(self) {
-        let mut calls = self.login.calls();
+        match &self.login {
+            None => self.ping().await,
+            Some(login) => {
+                select(pin!(self.ping()), pin!(self.renew(login))).await;
+            }
+        }
+    }
+
+    async fn ping(&self) {
         loop {
-            self.login.renew(&mut calls).await;
+            sleep(PING_INTERVAL).await;
+            let Some(pool) = self.pool.upgrade() else {
+                return;
+            };
+            pool.ping_idle().await;
+        }
+    }
+
+    /// Renews the credentials of the store, and sends them.
+    async fn renew(&self, login: &Arc<Login>) {
+        let mut calls = login.calls();
+        loop {
+            login.renew(&mut calls).await;
             let (Some(inner), Some(pool)) = (self.inner.upgrade(), self.pool.upgrade()) else {
                 return;
             };
-            if let Some(error) = self.login.take_failure() {
+            if let Some(error) = login.take_failure() {
                 inner.failed(&error);
             }
             drop(inner);
