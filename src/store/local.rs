@@ -79,19 +79,24 @@ struct CountShard {
 /// The state of one caller under one policy.
 enum LocalCount {
     Counted(State),
-    /// Counted by another store: at the time `seen`, `remaining` of the capacity was left there under this
-    /// quota; all of it at `until`.
+    /// Counted by another store: at the [moment](moment_of) `seen`, `remaining` of the capacity was left there under
+    /// this quota; all of it at `until`.
     Warmed {
         remaining: u32,
         writer: Writer,
         until: i64,
-        seen: i64,
+        seen: u32,
     },
 }
 
 /// Answers of another store may arrive out of order. Of answers that arrive within this time of
-/// each other, in microseconds, the one with the least remaining is the newest.
-const MOMENT: i64 = 100_000;
+/// each other, in milliseconds, the one with the least remaining is the newest.
+const MOMENT: i32 = 100;
+
+/// Returns a time in milliseconds modulo 2^32: with a longer number, an entry would not fit into a cache line.
+fn moment_of(now: i64) -> u32 {
+    (now / 1_000) as u32
+}
 
 impl Ranked for LocalCount {
     const OLD_STAYS: bool = true;
@@ -189,7 +194,7 @@ impl LocalCount {
                 seen,
                 ..
             } => {
-                let is_recent = seen > now - MOMENT;
+                let is_recent = moment_of(now).wrapping_sub(seen).cast_signed() < MOMENT;
                 let counts = until > now;
                 i64::from(least) < remaining && is_recent && counts
             }
@@ -417,7 +422,7 @@ impl CountShard {
                 remaining: u32::try_from(verdict.remaining).unwrap_or(u32::MAX),
                 writer: policy.params().writer,
                 until: now + verdict.reset,
-                seen: now,
+                seen: moment_of(now),
             };
             let hold = hold_of(&verdict, policy, now);
             self.states.put(key, followed, hold, now);

@@ -230,8 +230,8 @@ impl Decision {
         clamp(self.verdict().remaining)
     }
 
-    /// Returns the used part of the [capacity](Self::capacity): all of it except for what [remains](Self::remaining),
-    /// so at most the capacity, also in debt. A [peek](crate::check::Check::peek) shows a caller's usage and charges
+    /// Returns the [capacity](Self::capacity) minus the [remaining](Self::remaining) cost: at most the capacity, also in
+    /// debt. A [peek](crate::check::Check::peek) shows a caller's usage and charges
     /// nothing; [`each`](Self::each) returns the usage under each policy.
     ///
     /// In an outage, the units that other instances may grant count as used. A [cached](Source::Cached) denial

@@ -45,7 +45,7 @@ fn every_policy_must_allow_a_check() {
     assert_ne!(equal, decision);
 }
 
-/// Of each policy, and never more than its capacity.
+/// The usage under each policy, which is never above its capacity.
 #[test]
 fn usage_is_all_that_does_not_remain() {
     let (policies, mut counts) = (policies(), Counts::default());

@@ -312,6 +312,7 @@ macro_rules! states {
             }
 
             /// See [`Algorithm::kept_until`].
+            #[inline]
             pub(crate) fn kept_until(&self, params: &Params, now: i64) -> i64 {
                 match self {
                     $(Self::$variant(state) => state.kept_until(params, now),)*

@@ -253,12 +253,10 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         Self::drains_in(params, now, level, at)
     }
 
+    #[inline(always)]
     fn save(&mut self, params: &Params, now: i64, _cost: i64, [level, at, by]: Registers) {
         if by != OWN {
-            // Refunded already, or from a clock that is ahead.
-            let writer = self.writer_params(params);
-            (self.level, self.at) = self.drained(&writer, now);
-            return;
+            return self.save_of_writer(params, now);
         }
         if !self.is_of(params) {
             self.change_writer(params, now);
@@ -272,12 +270,12 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         self.writer == code && (rest == 0 || self.rest() == rest)
     }
 
+    #[inline(always)]
     fn kept_until(&self, params: &Params, now: i64) -> i64 {
-        let until = self.changed(now).map_or(0, |changed| changed.until);
-        if self.is_of(params) {
-            return until;
+        if self.rare.is_none() && self.writer == params.writer.code {
+            return 0;
         }
-        until.max(now + self.writers_wait(params, now, 0))
+        self.kept_until_changed(params, now)
     }
 
     fn resume(params: &Params, now: i64, snapshot: Snapshot) -> Self {
@@ -469,6 +467,24 @@ impl<const LETTER: char> Meter<LETTER> {
         ticks.min(MAX_TICKS as f64) as i64
     }
 
+    /// Saves what has drained of a level that another quota wrote. It has been refunded already, or is from a clock
+    /// that is ahead.
+    #[cold]
+    #[inline(never)]
+    fn save_of_writer(&mut self, params: &Params, now: i64) {
+        let writer = self.writer_params(params);
+        (self.level, self.at) = self.drained(&writer, now);
+    }
+
+    #[inline(never)]
+    fn kept_until_changed(&self, params: &Params, now: i64) -> i64 {
+        let until = self.changed(now).map_or(0, |changed| changed.until);
+        if self.is_of(params) {
+            return until;
+        }
+        until.max(now + self.writers_wait(params, now, 0))
+    }
+
     /// Lowers the level of the writer to this level under another quota.
     fn refund_to_writer(&mut self, params: &Params, now: i64, left: i64) {
         let writer = self.writer_params(params);
@@ -478,6 +494,7 @@ impl<const LETTER: char> Meter<LETTER> {
     }
 
     /// Makes this quota the writer. The level is set afterwards.
+    #[inline(never)]
     fn change_writer(&mut self, params: &Params, now: i64) {
         let changed = if self.writer == 0 {
             None

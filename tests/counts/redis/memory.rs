@@ -88,8 +88,10 @@ async fn a_bucket_names_its_quota_in_few_bytes() {
     }
     let take = async |quota: &str| {
         let policies = policy(Strategy::Gcra, quota);
-        let take = Check::take(Key::new(CALLER), &policies, 1);
-        let _ = store.check(take).await.unwrap();
+        // In full debt, so that the key does not expire before it is measured.
+        let debt = policies[0].quota().capacity().saturating_mul(2);
+        let charge = Check::charge(Key::new(CALLER), &policies, debt);
+        let _ = store.check(charge).await.unwrap();
         bytes_of(&server, &only_key(&server).await).await
     };
     let mut least = u64::MAX;
