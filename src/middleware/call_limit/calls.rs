@@ -5,7 +5,7 @@ use tower_service::Service;
 use super::BoxError;
 use crate::gate::{Grant, Notifier, Refusal};
 use crate::middleware::machine::{Protocol, Serve};
-use crate::settle::{RequestCost, Settlement};
+use crate::settle::Settlement;
 
 /// Requests of any type, whose refusals are errors. `A` is the argument of the rule of `settle`, or `()` without a rule.
 pub(in crate::middleware) struct Calls<A> {
@@ -86,8 +86,8 @@ where
     fn finish<D>(
         result: Result<T::Response, BoxError>,
         _: &mut Grant<D>,
-    ) -> Result<(T::Response, Option<RequestCost>), BoxError> {
-        Ok((result?, None))
+    ) -> Result<T::Response, BoxError> {
+        result
     }
 }
 

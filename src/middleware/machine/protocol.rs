@@ -1,7 +1,6 @@
 use tower_service::Service;
 
 use crate::gate::{Grant, Notifier, Refusal};
-use crate::settle::RequestCost;
 
 /// A kind of requests `Req`: HTTP or other calls.
 pub(in crate::middleware) trait Protocol<Req> {
@@ -50,10 +49,9 @@ pub(in crate::middleware) trait Serve<T: Service<Req>, Req>:
         grant: &mut Grant<D>,
     ) -> Result<T::Response, Self::Error<T::Error>>;
 
-    /// Completes a response after the checks of dry runs are decided, and takes the charge that its
-    /// body keeps.
+    /// Completes the response after the checks of dry runs are decided.
     fn finish<D>(
         result: Result<T::Response, Self::Error<T::Error>>,
         grant: &mut Grant<D>,
-    ) -> Result<(T::Response, Option<RequestCost>), Self::Error<T::Error>>;
+    ) -> Result<T::Response, Self::Error<T::Error>>;
 }

@@ -201,7 +201,10 @@ where
 }
 
 /// The output of a [`LimitFuture`].
-type Served<Response, Error> = Result<(Response, Option<RequestCost>), Error>;
+type Served<T, P, Req> = Result<
+    (<T as Service<Req>>::Response, Option<RequestCost>),
+    <P as Protocol<Req>>::Error<<T as Service<Req>>::Error>,
+>;
 
 impl<T, S, P, Req> LimitFuture<T, S, P, Req>
 where
@@ -214,7 +217,7 @@ where
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         name: &'static str,
-    ) -> Poll<Served<T::Response, P::Error<T::Error>>> {
+    ) -> Poll<Served<T, P, Req>> {
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
@@ -254,7 +257,8 @@ where
                     let result = P::settle(noted, response, grant);
                     // An error does not wait for the checks of dry runs.
                     if result.is_err() || !grant.has_shadows() {
-                        return Poll::Ready(P::finish(result, grant));
+                        let response = P::finish(result, grant)?;
+                        return Poll::Ready(Ok((response, grant.take_charge())));
                     }
                     State::Answered {
                         result: Some(result),
@@ -266,7 +270,8 @@ where
                     let Some(result) = result.take() else {
                         polled_after_completion(name);
                     };
-                    return Poll::Ready(P::finish(result, grant));
+                    let response = P::finish(result, grant)?;
+                    return Poll::Ready(Ok((response, grant.take_charge())));
                 }
             };
             state.set(next);

@@ -22,8 +22,8 @@ impl<B> IsResponse for Response<B> {}
 macro_rules! answers {
     ($layer:ident) => {
         impl<S: Clone, K, R> $layer<S, K, R> {
-            /// Sets how a request is rejected: by a [`Reject`](crate::reject::Reject). Defaults to [`HttpReject`]. For a
-            /// closure, see [`reject_with`](Self::reject_with).
+            /// Sets how a request is rejected: by a [`Reject`](crate::reject::Reject). Defaults to
+            /// [`HttpReject`](crate::reject::HttpReject). For a closure, see [`reject_with`](Self::reject_with).
             #[must_use]
             pub fn reject<R2>(self, reject: R2) -> $layer<S, K, R2> {
                 $layer {

@@ -9,13 +9,13 @@ use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
 use crate::middleware::machine::{Protocol, Serve};
 use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge, is_grpc};
-use crate::settle::{RequestCost, Settlement};
+use crate::settle::Settlement;
 
 /// HTTP requests, whose refusals are responses.
 pub(in crate::middleware) struct Http<R = HttpReject> {
     reject: Arc<R>,
     pub(super) answer: AnswerSettings,
-    /// Settles requests by their responses. `None` if only a request's [`RequestCost`] does, or
+    /// Settles requests by their responses. `None` if only a request's [`RequestCost`](crate::settle::RequestCost) does, or
     /// nothing.
     rule: Option<Arc<HeadRule>>,
 }
@@ -151,7 +151,7 @@ where
     fn finish<D>(
         result: Result<Response<ResBody>, T::Error>,
         grant: &mut Grant<D>,
-    ) -> Result<(Response<ResBody>, Option<RequestCost>), T::Error> {
+    ) -> Result<Response<ResBody>, T::Error> {
         // End the request even if its completed future is kept.
         let mut response = result.inspect_err(|_| *grant = Grant::default())?;
         if let Some(decisions) = grant.take_shadows() {
@@ -160,7 +160,7 @@ where
                 .get_or_insert_default::<DryRun>()
                 .extend(decisions);
         }
-        Ok((response, grant.take_charge()))
+        Ok(response)
     }
 }
 
