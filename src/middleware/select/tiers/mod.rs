@@ -322,8 +322,7 @@ impl Tiers {
         named.map(|(name, policies)| (&**name, policies.as_ref()))
     }
 
-    /// Iterates over the [callers](Self::caller) with policies of their own, in any order, with these. `None` for an exempt
-    /// caller.
+    /// Iterates over the [overrides](Self::caller) of single callers, in any order. `None` for an exempt caller.
     pub fn overrides(&self) -> impl Iterator<Item = (&Key, Option<&Policies>)> {
         let callers = self.callers.iter();
         callers.map(|(caller, policies)| (caller, policies.as_ref()))
