@@ -66,7 +66,7 @@ use crate::wait_queues::{Bounds, NoPermit, Permit, Spent, WaitQueues};
 /// # }
 /// ```
 ///
-/// A caller whom the selector exempts is not counted. Its decisions allow everything, under a policy named `exempt`, and
+/// The selector may exempt a caller, who is not counted then. The decisions on that caller allow everything, under a policy named `exempt`, and
 /// their source is `Source::Other("exempt")`.
 ///
 /// # Denials
@@ -125,7 +125,7 @@ impl Applied {
     }
 }
 
-/// A granted cost, and what it holds.
+/// A granted cost, with its charge and its slot.
 struct Granted {
     decision: Decision,
     /// `None` for an exempt caller.
@@ -190,11 +190,11 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Sets the observer. As that of a layer, it receives the [decisions](Observer::decided) on all takes, which are those of
+    /// Sets the observer. As that of a layer, it receives the [decisions](Observer::decided) on all takes:
     /// [`take`](Self::take), [`take_with_id`](Self::take_with_id), [`up_to`](Self::up_to), [`wait`](Self::wait),
     /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within), and [exempt](Observer::uncounted) callers.
     /// It also receives each [failure](Observer::failed) of the store; each [`Reservation`] that could not be settled; each
-    /// policy that is leased without effect; and one that has another quota in another limiter or layer, which is only
+    /// policy that is leased without effect; and each policy with another quota in another limiter or layer, which is only
     /// [suspected](Observer::suspected). Unless the store has an observer, it receives the store's events too, such as that a
     /// [`Fallback`](crate::Fallback) decides locally. Defaults to [a log of problems](Observer); `()` disables that.
     #[must_use]
@@ -408,7 +408,7 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`]. The observer does not receive the decision, since it
-    /// lets nothing pass.
+    /// admits nothing.
     ///
     /// # Errors
     ///
@@ -519,7 +519,7 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Sends a check immediately that lets nothing pass: only its failure is reported.
+    /// Sends a check immediately that admits nothing: only its failure is reported.
     fn ask(
         &self,
         check: Check,

@@ -131,7 +131,7 @@ impl<S: Store> LeasedBuilder<S> {
         self
     }
 
-    /// Sets the observer of blocks, and of the inner store unless that has one. Defaults to the
+    /// Sets the observer of blocks. An inner store without an observer gets it too. Defaults to the
     /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
     /// log of problems](Observer).
     pub fn observer(mut self, observer: impl Observer) -> Self {

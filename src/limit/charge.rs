@@ -66,7 +66,7 @@ impl Charge {
     /// `now`. `None` if nothing of it counts. The refund goes to the store that made the charge:
     /// see [`Decision::refund`].
     pub(crate) fn refund(&self, part: u32, now: impl Into<Instant>) -> Option<Check> {
-        self.decision.refund(self.key, part, self.age(now)).next()
+        self.decision.refund(self.key, part, self.age(now))
     }
 
     /// Returns the charge of a turn as if it had been made when the turn is due.

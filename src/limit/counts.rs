@@ -354,7 +354,7 @@ mod tests {
             assert_eq!((taken.granted(), taken.is_repeated()), (5, id));
             let others = Check::take(Key::GLOBAL, &policies, 5);
             let _ = counts.decide(&others, start + Duration::from_millis(200), Source::Local);
-            let refund = taken.refund(Key::GLOBAL, 5, Duration::ZERO).next().unwrap();
+            let refund = taken.refund(Key::GLOBAL, 5, Duration::ZERO).unwrap();
             let late = start + Duration::from_millis(300);
             let refunded = counts.decide(&refund, late, Source::Other("remote"));
             assert_eq!(refunded.granted(), 2, "of 5, 3 have drained");

@@ -10,7 +10,7 @@ use super::{Answer, Backend, Health, Store, Withdraw};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 
-/// A store of a type that is chosen at run time, such as your own store beside a [`RedisStore`](crate::RedisStore).
+/// A store of a type that is chosen at run time, such as your own store or a [`RedisStore`](crate::RedisStore).
 ///
 /// A pending check costs an allocation. Everything else is that of the inner store: a [`Fallback`](crate::Fallback) around
 /// it withdraws checks, and layers wake its waiters. Clones share the counts.

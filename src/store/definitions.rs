@@ -601,11 +601,11 @@ impl Run {
         let index = self.rng.usize(..self.open.len());
         let charge = self.open.swap_remove(index);
         let part = self.rng.i64(1..=charge.cost);
-        let mut refunds = charge
+        let refund = charge
             .decision
             .refund(self.key, part as u32, Duration::ZERO);
         let expected = self.model.refund(&charge, part, self.now);
-        match refunds.next() {
+        match refund {
             Some(check) => {
                 let _ = self.compare(check, &expected, coverage);
                 coverage.refunded += u64::from(expected.granted == part);

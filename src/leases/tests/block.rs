@@ -362,7 +362,7 @@ async fn leased_decisions_are_refunded() {
     let (store, _) = with_block(&local, &policies).await;
     let decision = store.check(Check::take(ann(), &policies, 2)).await.unwrap();
     assert_eq!((decision.source(), decision.granted()), (Source::Leased, 2));
-    for back in decision.refund(ann(), 2, Duration::ZERO) {
+    if let Some(back) = decision.refund(ann(), 2, Duration::ZERO) {
         assert_eq!(store.check(back).await.unwrap().granted(), 2);
     }
     drop(store);
@@ -536,7 +536,7 @@ async fn drained_units_are_refunded_once() {
             let spent = block.take(take, &instant).unwrap();
             let since = instant();
             let refund = async || {
-                for refund in spent.refund(ann(), 20_000, instant() - since) {
+                if let Some(refund) = spent.refund(ann(), 20_000, instant() - since) {
                     let _ = local.check(refund).await.unwrap();
                 }
             };
@@ -588,7 +588,7 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
         .await
         .unwrap();
     assert_eq!(part.source(), Source::Leased);
-    for refund in part.refund(ann(), left / 4, Duration::ZERO) {
+    if let Some(refund) = part.refund(ann(), left / 4, Duration::ZERO) {
         let _ = store.check(refund).await.unwrap();
     }
     sleep(Duration::from_millis(50)).await;

@@ -353,22 +353,13 @@ impl Decision {
     /// let sent_at = Instant::now();
     /// let decision = store.check(Check::take(key, &policies, 500)).await?;
     /// // Only 312 of them were used.
-    /// for check in decision.refund(key, 500 - 312, sent_at.elapsed()) {
+    /// if let Some(check) = decision.refund(key, 500 - 312, sent_at.elapsed()) {
     ///     assert_eq!(store.check(check).await?.remaining(), 1_000 - 312);
     /// }
     /// # Ok(())
     /// # }
     /// ```
-    pub fn refund(
-        &self,
-        key: Key,
-        cost: u32,
-        age: Duration,
-    ) -> impl Iterator<Item = Check> + use<> {
-        self.refund_check(key, cost, age).into_iter()
-    }
-
-    fn refund_check(&self, key: Key, cost: u32, age: Duration) -> Option<Check> {
+    pub fn refund(&self, key: Key, cost: u32, age: Duration) -> Option<Check> {
         let part = cost.min(self.granted());
         if part == 0 || self.made_by == MadeBy::Unsure {
             return None;

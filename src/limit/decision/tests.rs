@@ -72,7 +72,7 @@ fn expired_charges_are_not_refunded() {
     let just_before = Duration::from_micros(999_999);
     for (cost, age, refunds) in [(2, just_before, 1), (2, second, 0), (0, just_before, 0)] {
         assert_eq!(
-            whole.refund(key, cost, age).count(),
+            whole.refund(key, cost, age).iter().count(),
             refunds,
             "{cost} after {age:?}"
         );
@@ -180,7 +180,7 @@ fn a_due_turn_is_refunded_as_a_turn() {
     let due_in = turn.due_in().unwrap();
     assert!(later.due_in().unwrap() > due_in);
     // The later turn keeps its time, so nothing of this one may be granted again.
-    let refund = turn.due().refund(key, 9, Duration::ZERO).next();
+    let refund = turn.due().refund(key, 9, Duration::ZERO);
     let refunded = refund.map_or(0, |refund| {
         counts
             .decide(&refund, start + due_in, Source::Local)

@@ -1,5 +1,6 @@
 //! Feature `serde`: settings from a file or from environment variables.
 
+mod decision;
 mod key;
 mod policies;
 mod redacted;

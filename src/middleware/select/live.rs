@@ -52,6 +52,22 @@ impl<P> Live<P> {
         }))
     }
 
+    /// Calls `read` with the selector in force, such as for an admin page that shows the limits.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::select::Live;
+    /// use tower_redis_ratelimit::{Policy, Strategy};
+    ///
+    /// let live = Live::new(Policy::new("api", Strategy::Gcra, "50/s")?);
+    /// assert_eq!(live.with_current(|policy| policy.quota().to_string()), "50/s");
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn with_current<T>(&self, read: impl FnOnce(&P) -> T) -> T {
+        // An `Arc`, since the closure may take long.
+        let current = self.0.held.load_full();
+        read(&current.selector)
+    }
+
     /// Replaces the selector; the next requests use this one.
     pub fn replace(&self, selector: P) {
         self.0.held.store(Arc::new(CurrentSelector::new(selector)));

@@ -169,7 +169,7 @@ impl Client {
         let (this, resets) = (self.clone(), self.resets.load(Relaxed));
         let is_not_sent = async move || {
             let age = Duration::from_millis(this.world.state().now() - at);
-            let check = decision.refund(key, cost, age).next();
+            let check = decision.refund(key, cost, age);
             let Some(check) = check.filter(|_| this.resets.load(Relaxed) == resets) else {
                 return false;
             };

@@ -308,7 +308,9 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                 ..
             } in held.extract_if(.., |held| held.i == i && held.until <= now)
             {
-                for back in decision.refund(key, part, Duration::from_micros((now - from) as u64)) {
+                if let Some(back) =
+                    decision.refund(key, part, Duration::from_micros((now - from) as u64))
+                {
                     world.send(i, back);
                 }
             }

@@ -55,6 +55,17 @@ macro_rules! settings {
             }
         }
 
+        /// A setter for each field.
+        impl StoreConfig {
+            $(
+                #[doc = concat!("Sets [`", stringify!($name), "`](Self#structfield.", stringify!($name), ").")]
+                #[must_use]
+                pub fn $name(self, $name: impl Into<$type>) -> Self {
+                    Self { $name: $name.into(), ..self }
+                }
+            )*
+        }
+
         /// Omits the password, also in a setting that should not contain it.
         impl fmt::Debug for StoreConfig {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -179,9 +190,9 @@ settings! {
     /// ```
     /// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
     ///
-    /// let mut config = StoreConfig::default();
-    /// config.url = Some("redis://127.0.0.1/".to_owned());
-    /// config.prefix = "shop".to_owned();
+    /// let config = StoreConfig::default()
+    ///     .url("redis://127.0.0.1/".to_owned())
+    ///     .prefix("shop");
     /// let store = AnyStore::from_config(&config)?;
     /// # let _ = store;
     /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())

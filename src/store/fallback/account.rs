@@ -411,7 +411,7 @@ mod tests {
     }
 
     fn refund_to(account: &Account, decision: &Decision, now: i64) -> RefundTo {
-        let refund = decision.refund(Key::GLOBAL, 5, Default::default()).next();
+        let refund = decision.refund(Key::GLOBAL, 5, Default::default());
         account.refund_to(&refund.unwrap(), now)
     }
 

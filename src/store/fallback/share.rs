@@ -85,7 +85,7 @@ mod tests {
         let decision = take.decided(Source::Local, 1, |_| {
             Verdict::allowed().with_reset_after(second)
         });
-        let back = decision.refund(Key::GLOBAL, 1, Duration::ZERO).next();
+        let back = decision.refund(Key::GLOBAL, 1, Duration::ZERO);
         assert!(back.is_some_and(|back| *back.policies() == list));
     }
 

@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use futures_util::stream::{self, Stream, TryStreamExt};
+
 use super::script::{read_bucket, read_key};
 use super::topology::Node;
 use super::worker::{RedisStore, SharedStore};
@@ -143,6 +145,32 @@ impl Scan {
             counts.push(count);
         }
         Ok(Some(counts))
+    }
+
+    /// Returns a stream of the counts. It ends after the first error.
+    ///
+    /// ```no_run
+    /// use std::pin::pin;
+    /// use futures_util::StreamExt;
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut counts = pin!(RedisStore::connect_lazy("redis://127.0.0.1/")?.scan().into_stream());
+    /// while let Some(count) = counts.next().await {
+    ///     println!("{}", count?.key.reveal());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn into_stream(
+        self,
+    ) -> impl Stream<Item = Result<StoredCount, StoreError>> + Send + 'static {
+        let steps = stream::try_unfold(self, |mut scan| async move {
+            let next = scan.next().await;
+            next.map(|counts| Some((counts?, scan)))
+        });
+        let counts = steps.map_ok(|counts| stream::iter(counts.into_iter().map(Ok)));
+        counts.try_flatten()
     }
 
     fn read(&self, key: &[u8]) -> Option<StoredCount> {

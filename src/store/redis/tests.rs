@@ -353,7 +353,7 @@ async fn ids() {
                 repeated += u32::from(
                     check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period,
                 );
-                let back = |decision: &Decision| decision.refund(key, cost, Duration::ZERO).next();
+                let back = |decision: &Decision| decision.refund(key, cost, Duration::ZERO);
                 if trace.rng.u8(..4) == 0
                     && let (Some(back), Some(in_rust)) = (back(&in_redis), back(&decision))
                 {
@@ -481,7 +481,7 @@ async fn long_logs() {
                     };
                     let late = [0, 0, rng.i64(0..5_000)][rng.usize(..3)];
                     let age = Duration::from_micros((time - at + late).max(0) as u64);
-                    if let Some(check) = decision.refund(key, cost, age).next() {
+                    if let Some(check) = decision.refund(key, cost, age) {
                         given += 1;
                         return check;
                     }
@@ -816,7 +816,6 @@ async fn delayed_refunds_keep_their_real_age() {
         let decision = redis.check(Check::take(key, &policies, 100)).await.unwrap();
         let back = decision
             .refund(key, 100, Duration::from_millis(age))
-            .next()
             .unwrap();
         let start = now.fetch_add(1_000 * later, Relaxed);
         // Take the units that have refilled since.
@@ -855,7 +854,7 @@ async fn refunds_of_repeated_answers_keep_their_age() {
     let _ = ask(Check::take(key, &policies, 50), 9_000_000).await;
     let repeated = ask(first(), 9_500_000).await;
     let [of_redis, of_local] =
-        repeated.map(|decision| decision.refund(key, 50, Duration::ZERO).next().unwrap());
+        repeated.map(|decision| decision.refund(key, 50, Duration::ZERO).unwrap());
     assert_eq!(redis.check(of_redis).await.unwrap().granted(), 50);
     assert_eq!(local.verdicts(&of_local, || start + 9_500_000).granted, 50);
     // The charge at 9 s still counts.
@@ -1321,9 +1320,7 @@ impl Trace {
             // Include ages above and below the real one, and far below.
             let late = [0, 0, 1, rng.i64(0..1_000_000), -rng.i64(0..10_000_000)][rng.usize(..5)];
             let age = Duration::from_micros((self.now.load(Relaxed) - at + late).max(0) as u64);
-            let check = decision
-                .refund(key, rng.u32(1..=decision.granted()), age)
-                .next();
+            let check = decision.refund(key, rng.u32(1..=decision.granted()), age);
             // A refund omits policies of requests in flight, which the states here have.
             if let Some(check) =
                 check.filter(|check| check.policies().iter().len() == policies.iter().len())

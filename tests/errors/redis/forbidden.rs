@@ -106,7 +106,7 @@ pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Store
         }
     }
     for (decision, asked_at) in taken.iter().take(20) {
-        for back in decision.refund(key, 1, asked_at.elapsed()) {
+        if let Some(back) = decision.refund(key, 1, asked_at.elapsed()) {
             failed.extend(store.check(back).await.err());
         }
     }

@@ -121,7 +121,7 @@ fn reserve_and_refund(
                     granted[index].1 -= i64::from(cost);
                     let age =
                         Duration::from_micros((now - at) as u64).mul_f64(1.0 + longer * rng.f64());
-                    let check = decision.refund(Key::GLOBAL, cost, age).next();
+                    let check = decision.refund(Key::GLOBAL, cost, age);
                     late += u32::from(check.is_none() && cost > 0);
                     back += check.map_or(0, |check| check.decide(&mut states, now).granted);
                 }
@@ -183,7 +183,9 @@ fn settled_later(
     for (now, cost, back) in takes {
         while open.front().is_some_and(|(at, ..)| at + later <= now) {
             let (at, decision, back) = open.pop_front().unwrap();
-            for check in decision.refund(Key::GLOBAL, back, Duration::from_micros(later as u64)) {
+            if let Some(check) =
+                decision.refund(Key::GLOBAL, back, Duration::from_micros(later as u64))
+            {
                 check.decide(&mut state, at + later);
             }
         }
@@ -307,7 +309,7 @@ fn refunds_keep_each_window_within_limit() {
                     let end = at + decision.verdicts().first().reset;
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
                     let age = Duration::from_micros((now - at) as u64);
-                    if let Some(check) = decision.refund(Key::GLOBAL, cost, age).next() {
+                    if let Some(check) = decision.refund(Key::GLOBAL, cost, age) {
                         back += check.decide(&mut states, now).granted;
                     }
                 }
@@ -353,9 +355,8 @@ fn an_immediate_refund_restores_the_excess() {
             for decision in open {
                 let cost = rng.u32(0..=decision.granted());
                 real.push((now, i64::from(decision.granted() - cost)));
-                if let Some(check) = decision
-                    .refund(Key::GLOBAL, cost, Duration::from_micros(age as u64))
-                    .next()
+                if let Some(check) =
+                    decision.refund(Key::GLOBAL, cost, Duration::from_micros(age as u64))
                 {
                     check.decide(&mut state, now + age);
                 }
@@ -410,9 +411,9 @@ fn a_reset_allows_at_most_twice_capacity() {
             } else {
                 let decision = open.swap_remove(rng.usize(..open.len()));
                 let cost = rng.u32(0..=decision.granted());
-                decision
-                    .refund(Key::GLOBAL, cost, Duration::ZERO)
-                    .for_each(|check| drop(decide(check)));
+                if let Some(check) = decision.refund(Key::GLOBAL, cost, Duration::ZERO) {
+                    let _ = decide(check);
+                }
                 used -= cost;
             }
             most = most.max(used);

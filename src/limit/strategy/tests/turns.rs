@@ -60,7 +60,7 @@ impl Turns {
     }
 
     fn refund(&mut self, charge: &Decision, cost: u32) -> i64 {
-        let refund = charge.refund(Key::GLOBAL, cost, Duration::ZERO).next();
+        let refund = charge.refund(Key::GLOBAL, cost, Duration::ZERO);
         let refunded = refund.map_or(0, |refund| self.decide(&refund).granted().into());
         self.refunded += refunded;
         refunded

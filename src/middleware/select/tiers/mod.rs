@@ -292,6 +292,42 @@ impl Tiers {
         }
     }
 
+    /// Returns the policies of requests without a listed plan.
+    pub fn default_policies(&self) -> &Policies {
+        &self.plans.current().default
+    }
+
+    /// Iterates over the listed plans, in any order, with their policies. `None` for an exempt plan.
+    ///
+    /// With [`default_policies`](Self::default_policies) and [`overrides`](Self::overrides), an admin page can show what is
+    /// in force:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::select::Tiers;
+    /// use tower_redis_ratelimit::{Key, Policy, Strategy};
+    ///
+    /// let policy = |name, quota| Policy::new(name, Strategy::Gcra, quota);
+    /// let tiers = Tiers::new(policy("free", "60/m")?)
+    ///     .exempt("internal")
+    ///     .caller(Key::new("tenant-7"), policy("large", "100000/m")?);
+    /// assert_eq!(tiers.default_policies()[0].quota().to_string(), "60/m");
+    /// assert!(tiers.plans().eq([("internal", None)]));
+    /// for (caller, policies) in tiers.overrides() {
+    ///     assert_eq!((caller.reveal(), policies.map(|policies| policies[0].name())), ("tenant-7", Some("large")));
+    /// }
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn plans(&self) -> impl Iterator<Item = (&str, Option<&Policies>)> {
+        let named = self.plans.current().named.iter();
+        named.map(|(name, policies)| (&**name, policies.as_ref()))
+    }
+
+    /// Iterates over the [overrides](Self::caller) of single callers, in any order. `None` for an exempt caller.
+    pub fn overrides(&self) -> impl Iterator<Item = (&Key, Option<&Policies>)> {
+        let callers = self.callers.iter();
+        callers.map(|(caller, policies)| (caller, policies.as_ref()))
+    }
+
     /// The policies of a single caller, or of its network; inside, `None` for an exempt caller.
     #[inline]
     fn policies_of_caller(&self, key: &Key) -> Option<&Option<Policies>> {

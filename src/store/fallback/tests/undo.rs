@@ -324,7 +324,7 @@ async fn no_refund_frees_more_than_its_charge() {
             let _ = store.check(check()).await.unwrap();
             let _ = plain.check(check()).await.unwrap();
             sleep(Duration::from_secs(then)).await;
-            if let Some(back) = alone.refund(ann(), 50, at.elapsed()).next() {
+            if let Some(back) = alone.refund(ann(), 50, at.elapsed()) {
                 let _ = plain.check(back).await.unwrap();
             }
             refund(&store, &first, 50).await;
@@ -432,7 +432,7 @@ async fn a_custom_fallback_refunds_its_grants() {
     let at = instant();
     let take = Check::take(ann(), &policies, 5);
     let decision = store.check(take).await.unwrap();
-    let refund = decision.refund(ann(), 3, at.elapsed()).next().unwrap();
+    let refund = decision.refund(ann(), 3, at.elapsed()).unwrap();
     assert_eq!(store.check(refund).await.unwrap().granted(), 3);
     primary.set(Manner::AtOnce);
     rest().await;
@@ -470,7 +470,7 @@ async fn a_slow_fallback_refunds_before_it_reconciles() {
     primary.set(Manner::Each(queue_full));
     let take = Check::take(ann(), &policies, 5);
     let (at, decision) = (instant(), store.check(take).await.unwrap());
-    let refund = decision.refund(ann(), 3, at.elapsed()).next().unwrap();
+    let refund = decision.refund(ann(), 3, at.elapsed()).unwrap();
     let refund = tokio::spawn(store.check(refund));
     tokio::task::yield_now().await;
     primary.set(Manner::AtOnce);

@@ -343,7 +343,7 @@ async fn a_refund_that_fails_locally_is_final() {
         assert!(take(&store, ann(), &policies).await.is_allowed());
     }
     fallback.left.store(1, SeqCst);
-    let refund = granted.refund(ann(), 1, at.elapsed()).next().unwrap();
+    let refund = granted.refund(ann(), 1, at.elapsed()).unwrap();
     let error = store.check(refund).await.unwrap_err();
     assert!(!error.is_not_sent(), "{error}");
     primary.set(Manner::AtOnce);
