@@ -424,7 +424,7 @@ async fn plans_of_one_name_are_one_count() {
 #[tokio::test]
 async fn a_monthly_plan_is_shown() {
     let server = RedisServer::start();
-    let service = Service::new(server.url());
+    let service = Service::new(&server.url());
     let months = "fixed-window(month from 15, +02:00)".parse().unwrap();
     let plan = Policy::new("plan", months, "10/month").unwrap();
     service.take(Key::new("ann"), &plan, 10).await;
