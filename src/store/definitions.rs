@@ -733,7 +733,7 @@ fn stores_agree_on_changed_quotas() {
                 0 if !open.is_empty() => {
                     let granted = open.swap_remove(rng.usize(..open.len()));
                     let part = rng.u32(1..=granted.granted());
-                    match granted.refund(key, part, Duration::ZERO).next() {
+                    match granted.refund(key, part, Duration::ZERO) {
                         Some(refund) => refund,
                         None => continue,
                     }

@@ -343,8 +343,7 @@ impl Run {
         let part = self.rng.u32(1..=self.grants[index].decision.granted());
         let refund = self.grants[index]
             .decision
-            .refund(Key::GLOBAL, part, Duration::ZERO)
-            .next();
+            .refund(Key::GLOBAL, part, Duration::ZERO);
         self.used.pass_to(self.caller.now);
         self.has_refunded = true;
         self.grants[index].real -= i64::from(part);
@@ -549,7 +548,7 @@ fn a_third_quota_leaves_nothing_to_refund() {
         assert!(!caller.take(&fast, 1).is_allowed(), "{strategy}");
         caller.now += 2 * SECOND;
         assert!(caller.take(&slow, 10).is_allowed(), "{strategy}");
-        let refund = reserved.refund(Key::GLOBAL, 10, Duration::ZERO).next();
+        let refund = reserved.refund(Key::GLOBAL, 10, Duration::ZERO);
         let refunded = caller.decide(&refund.unwrap()).granted();
         assert_eq!(refunded, 0, "{strategy}: others' charges");
     }
