@@ -89,7 +89,7 @@ impl Counts {
     /// window has 16 for each charge or cell, and requests in flight 24 for each slot. Equal counts
     /// have equal bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Writer(vec![VERSION]);
+        let mut bytes = ByteWriter(vec![VERSION]);
         bytes.len(self.states.len());
         for (key, state) in &self.states {
             bytes.key(key.as_bytes());
@@ -211,9 +211,9 @@ const SEPARATOR: char = ':';
 /// The first byte: the version of the format.
 const VERSION: u8 = 2;
 
-struct Writer(Vec<u8>);
+struct ByteWriter(Vec<u8>);
 
-impl Writer {
+impl ByteWriter {
     fn len(&mut self, len: usize) {
         // Saturated: memory holds no 2^32 charges of one caller.
         let len = u32::try_from(len).unwrap_or(u32::MAX);
@@ -232,7 +232,7 @@ impl Writer {
     }
 }
 
-/// Reads [`Writer`]'s bytes. Each method returns `None` if they are damaged.
+/// Reads [`ByteWriter`]'s bytes. Each method returns `None` if they are damaged.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {

@@ -123,7 +123,8 @@ pub(crate) struct Meter<const LETTER: char> {
 struct Rare {
     /// The [rest](Writer::rest) of the writer.
     rest: u64,
-    changed: Option<Changed>,
+    /// Boxed, so that the rest alone takes less memory.
+    changed: Option<Box<Changed>>,
 }
 
 /// The earlier writers of a level, while their charges can be refunded.
@@ -311,7 +312,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         for bits in [self.writer, rest] {
             numbers.extend(halves(bits));
         }
-        if let Some(changed) = self.rare.as_ref().and_then(|rare| rare.changed) {
+        if let Some(changed) = self.rare.as_ref().and_then(|rare| rare.changed.as_ref()) {
             numbers.extend(halves(changed.mark));
             numbers.push(changed.until);
         }
@@ -359,7 +360,10 @@ impl<const LETTER: char> Meter<LETTER> {
         self.rare = if rest == 0 && changed.is_none() {
             None
         } else {
-            Some(Box::new(Rare { rest, changed }))
+            Some(Box::new(Rare {
+                rest,
+                changed: changed.map(Box::new),
+            }))
         };
     }
 
@@ -375,8 +379,8 @@ impl<const LETTER: char> Meter<LETTER> {
 
     /// Returns the earlier writers, if their charges can still be refunded.
     fn changed(&self, now: i64) -> Option<Changed> {
-        let changed = self.rare.as_ref()?.changed?;
-        (changed.until > now).then_some(changed)
+        let changed = self.rare.as_ref()?.changed.as_ref()?;
+        (changed.until > now).then_some(**changed)
     }
 
     /// Returns the numbers of the quota that wrote the level.

@@ -10,13 +10,13 @@ const START: u64 = 1_790_000_000_000_000;
 const SECOND: u64 = 1_000_000;
 
 /// A caller of a store that keeps its counts.
-struct Caller {
+struct ChangedCaller {
     counts: Counts,
     now: u64,
     granted: u64,
 }
 
-impl Caller {
+impl ChangedCaller {
     fn new() -> Self {
         Self {
             counts: Counts::default(),
@@ -58,7 +58,7 @@ fn gradual() -> impl Iterator<Item = Strategy> {
 /// Takes with one quota until it denies, then once with the other, and so on for 60 seconds.
 fn beside(strategy: Strategy, one: &str, other: &str) -> u64 {
     let [one, other] = [one, other].map(|quota| policies(strategy, quota));
-    let mut caller = Caller::new();
+    let mut caller = ChangedCaller::new();
     while caller.now < START + 60 * SECOND {
         caller.exhaust(&one);
         let _ = caller.take(&other, 1);
@@ -96,7 +96,7 @@ fn an_adapting_quota_keeps_its_count() {
         // Each lasts for one step: a service adapts to what it measures, so no two are the same.
         let quotas = |step: usize| policies(strategy, &format!("{}/m", 30 + (step * 7) % 31));
         for pace in [1, 10, 50, 200, 1_000] {
-            let mut caller = Caller::new();
+            let mut caller = ChangedCaller::new();
             let mut current = quotas(30);
             for step in 0..6_000 {
                 if step % pace == 0 {
@@ -120,7 +120,7 @@ fn an_adapting_quota_keeps_its_count() {
 fn a_changed_plan_is_no_fresh_start() {
     let mut granted = vec![];
     for strategy in buckets() {
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         for quota in ["10/h", "20/h", "12/h"] {
             caller.exhaust(&policies(strategy, quota));
         }
@@ -150,14 +150,14 @@ fn rate(quota: Quota) -> i128 {
 
 /// The definition of a gradual bucket under several quotas, in exact numbers.
 #[derive(Clone)]
-struct Used {
+struct UsedUnits {
     /// In parts of a unit.
     units: i128,
     at: u64,
     writer: Option<Quota>,
 }
 
-impl Used {
+impl UsedUnits {
     fn new() -> Self {
         Self {
             units: 0,
@@ -192,12 +192,12 @@ struct Grant {
 }
 
 /// Random checks of a caller under several quotas, and the definition of their count.
-struct Run {
+struct ChangedRun {
     rng: Rng,
     strategy: Strategy,
     quotas: Vec<Quota>,
-    caller: Caller,
-    used: Used,
+    caller: ChangedCaller,
+    used: UsedUnits,
     /// Number of changed writers: each rounds up.
     changes: i128,
     grants: Vec<Grant>,
@@ -209,7 +209,7 @@ struct Run {
     kept: u32,
 }
 
-impl Run {
+impl ChangedRun {
     fn new(seed: u64, strategy: Strategy) -> Self {
         let mut rng = Rng::with_seed(seed);
         let quotas = (0..rng.usize(2..=3)).map(|_| any_quota(&mut rng)).collect();
@@ -217,8 +217,8 @@ impl Run {
             rng,
             strategy,
             quotas,
-            caller: Caller::new(),
-            used: Used::new(),
+            caller: ChangedCaller::new(),
+            used: UsedUnits::new(),
             changes: 0,
             grants: vec![],
             open: vec![],
@@ -364,10 +364,10 @@ impl Run {
     }
 
     /// Returns the count of a caller who was charged only what was not refunded, drained by the same writers.
-    fn counterfactual(&self) -> Used {
-        let mut used = Used::new();
+    fn counterfactual(&self) -> UsedUnits {
+        let mut used = UsedUnits::new();
         let mut writers = self.writers.iter().peekable();
-        let mut write_until = |used: &mut Used, now: u64| {
+        let mut write_until = |used: &mut UsedUnits, now: u64| {
             while let Some((at, quota)) = writers.next_if(|(at, _)| *at <= now) {
                 used.pass_to(*at);
                 used.writer = Some(*quota);
@@ -402,7 +402,7 @@ fn changed_buckets_count_as_defined() {
     let mut changes = 0;
     for seed in 0..1_500 {
         for strategy in gradual() {
-            let mut run = Run::new(seed, strategy);
+            let mut run = ChangedRun::new(seed, strategy);
             for _ in 0..40 {
                 run.step(false);
                 run.wait();
@@ -419,7 +419,7 @@ fn a_refund_across_changes_frees_no_more_than_counts() {
     let (mut refunded, mut kept) = (0, 0);
     for seed in 0..3_000 {
         for strategy in gradual() {
-            let mut run = Run::new(seed, strategy);
+            let mut run = ChangedRun::new(seed, strategy);
             for _ in 0..40 {
                 run.step(true);
                 run.wait();
@@ -449,7 +449,7 @@ fn all_quotas_grant_at_most_the_largest_burst_and_the_fastest_rate() {
             let fastest = quotas.iter().map(|quota| rate(*quota)).max().unwrap();
             let batch = quotas.iter().map(|quota| i128::from(quota.limit())).max();
             let batches = if strategy.frees().is_gradual() { 0 } else { 2 };
-            let mut caller = Caller::new();
+            let mut caller = ChangedCaller::new();
             for _ in 0..60 {
                 let list = rng.choice(&lists).unwrap();
                 if rng.bool() {
@@ -480,7 +480,7 @@ fn all_quotas_grant_at_most_the_largest_burst_and_the_fastest_rate() {
 #[test]
 fn the_faster_rate_drains_what_was_used() {
     for strategy in gradual() {
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         let slow = policies(strategy, "1/d");
         let _ = caller.take(&slow, 1);
         let fast = policies(strategy, "100/s burst 1");
@@ -489,7 +489,7 @@ fn the_faster_rate_drains_what_was_used() {
         caller.now += 10_000;
         assert!(caller.take(&fast, 1).is_allowed(), "{strategy}");
 
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         let large = policies(strategy, "1000000/d burst 1000000");
         let _ = caller.take(&large, 1_000_000);
         let denied = caller.take(&slow, 1);
@@ -514,7 +514,7 @@ fn only_grants_and_faster_denials_write() {
             |fast| Check::up_to(Key::GLOBAL, fast, 0),
         ];
         for check in all {
-            let mut caller = Caller::new();
+            let mut caller = ChangedCaller::new();
             caller.exhaust(&slow);
             let check = check(&fast);
             let _ = caller.decide(&check);
@@ -523,7 +523,7 @@ fn only_grants_and_faster_denials_write() {
             let peek = caller.decide(&Check::peek(Key::GLOBAL, &fast, 1));
             assert_eq!(peek.remaining(), left, "{strategy}: {check:?}");
         }
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         caller.exhaust(&slow);
         let _ = caller.take(&fast, 1);
         caller.now += 10 * SECOND;
@@ -542,7 +542,7 @@ fn a_third_quota_leaves_nothing_to_refund() {
     for strategy in gradual() {
         let slow = policies(strategy, "1/m burst 10");
         let fast = policies(strategy, "10/s");
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         let reserved = caller.take(&slow, 10);
         caller.now += 100_000;
         assert!(!caller.take(&fast, 1).is_allowed(), "{strategy}");
@@ -560,7 +560,7 @@ fn changes_lose_at_most_a_hundredth() {
     let quotas = ["60/m", "61/m", "997/h", "7/10s", "100000/d"];
     for strategy in gradual() {
         let lists = quotas.map(|quota| policies(strategy, quota));
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         let mut level = 0_i128;
         let mut rng = Rng::with_seed(3);
         let mut writer = 0;
@@ -611,7 +611,7 @@ fn extreme_quotas_keep_the_level() {
             .flat_map(|one| extremes.map(|other| (*one, other)))
         {
             let [one, other] = [one, other].map(|quota| policies(strategy, quota));
-            let mut caller = Caller::new();
+            let mut caller = ChangedCaller::new();
             let used = caller.take(&one, one[0].quota().capacity()).granted();
             let left = other[0].quota().capacity().saturating_sub(used);
             let most = caller.take(&other, left.saturating_add(1));
