@@ -1,4 +1,4 @@
-//! Calendar windows: days, weeks, months and years of a time zone.
+//! Calendar windows: days, weeks, months and years in a time zone.
 
 mod civil;
 #[cfg(test)]
@@ -13,7 +13,7 @@ use super::{Quota, micros};
 use crate::error::ConfigError;
 use zone::Zone;
 
-/// Days, weeks, months or years of a time zone: the windows of
+/// Days, weeks, months or years in a time zone: the windows of
 /// [`Align::Calendar`](super::Align::Calendar).
 ///
 /// Windows follow each other without a gap. They start at midnight of UTC, unless
@@ -50,7 +50,7 @@ pub struct Calendar {
 
 /// A day of the week.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are clear")]
 pub enum Weekday {
     Monday,
     Tuesday,

@@ -1,10 +1,11 @@
 //! Fixed windows: a counter that restarts with every window.
 //!
-//! **Idea.** Count the grants since the window started; a check of cost `c` is allowed while `count
-//! + c <= L`. With [`Align::Clock`](super::Align::Clock) all callers have the same windows; with
-//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge; with
-//! [`Align::Calendar`](super::Align::Calendar) windows are as long as the days, weeks, months or years
-//! of a calendar.
+//! **Idea.** Count the grants since the window started; a check of cost `c` is allowed while
+//! `count + c <= L`. With [`Align::Clock`](super::Align::Clock) all callers have the same windows; with
+//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge.
+//!
+//! With [`Align::Calendar`](super::Align::Calendar), windows are the days, weeks, months or years of a
+//! calendar.
 //!
 //! A count of a calendar knows the end of its window, and counts until then. So if instances disagree
 //! about a border, because their time zone databases differ, no caller gets two full windows there.
