@@ -263,7 +263,7 @@ const fn first_such_day(weekday: Weekday) -> i64 {
     weekday as i64 - 3
 }
 
-/// As [`from_str`](Calendar::from_str) parses it.
+/// As text: [`FromStr`](std::str::FromStr) reads it back.
 impl fmt::Display for Calendar {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         text::write(self, f)
