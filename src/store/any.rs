@@ -250,6 +250,16 @@ impl Store for AnyStore {
             Self::Own(store) => store.health(),
         }
     }
+
+    fn flush(&self) -> impl Future<Output = bool> + Send {
+        let flush: Pin<Box<dyn Future<Output = bool> + Send + '_>> = match self {
+            Self::Fallback(store) => Box::pin(store.flush()),
+            Self::Redis(store) => Box::pin(store.flush()),
+            Self::Local(store) => Box::pin(store.flush()),
+            Self::Own(store) => Box::pin(store.flush()),
+        };
+        flush
+    }
 }
 
 impl Withdraw<AnyStoreFuture> for AnyStore {
@@ -386,6 +396,30 @@ mod tests {
             redis.backend().waiters() != local.backend().waiters()
                 && local.backend().waiters().is_some()
         );
+    }
+
+    /// A custom store may flush in its own way.
+    #[test]
+    fn its_store_flushes() {
+        #[derive(Clone)]
+        struct OwesAlways(LocalStore);
+
+        impl Store for OwesAlways {
+            type Future = <LocalStore as Store>::Future;
+
+            fn check(&self, check: Check) -> Answer<Self::Future> {
+                self.0.check(check)
+            }
+
+            async fn flush(&self) -> bool {
+                false
+            }
+        }
+
+        let own = BoxStore::new(OwesAlways(LocalStore::default()));
+        for (store, flushes) in [(own.into(), false), (AnyStore::local(), true)] {
+            assert_eq!(store.flush().now_or_never(), Some(flushes));
+        }
     }
 
     /// A [`Fallback`] around the store relies on this at its deadline.
