@@ -44,6 +44,21 @@ use crate::observe::Observer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
+/// A store of your own goes into a [`BoxStore`]:
+///
+/// ```
+/// use tower_redis_ratelimit::store::{AnyStore, BoxStore, Store, StoreError};
+///
+/// fn store(own: Option<impl Store>) -> Result<AnyStore, StoreError> {
+///     match own {
+///         Some(own) => Ok(BoxStore::new(own).into()),
+///         None => AnyStore::from_env("REDIS_URL"),
+///     }
+/// }
+/// # store(Some(tower_redis_ratelimit::store::MockStore::new()))?;
+/// # Ok::<(), StoreError>(())
+/// ```
+///
 /// It adds no allocation to a check, except for a store of your own. Clones share the counts.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
