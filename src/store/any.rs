@@ -44,6 +44,21 @@ use crate::observe::Observer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
+/// A store of your own goes into a [`BoxStore`]:
+///
+/// ```
+/// use tower_redis_ratelimit::store::{AnyStore, BoxStore, Store, StoreError};
+///
+/// fn store(own: Option<impl Store>) -> Result<AnyStore, StoreError> {
+///     match own {
+///         Some(own) => Ok(BoxStore::new(own).into()),
+///         None => AnyStore::from_env("REDIS_URL"),
+///     }
+/// }
+/// # store(Some(tower_redis_ratelimit::store::MockStore::new()))?;
+/// # Ok::<(), StoreError>(())
+/// ```
+///
 /// It adds no allocation to a check, except for a store of your own. Clones share the counts.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -250,6 +265,16 @@ impl Store for AnyStore {
             Self::Own(store) => store.health(),
         }
     }
+
+    fn flush(&self) -> impl Future<Output = bool> + Send {
+        let flush: Pin<Box<dyn Future<Output = bool> + Send + '_>> = match self {
+            Self::Fallback(store) => Box::pin(store.flush()),
+            Self::Redis(store) => Box::pin(store.flush()),
+            Self::Local(store) => Box::pin(store.flush()),
+            Self::Own(store) => Box::pin(store.flush()),
+        };
+        flush
+    }
 }
 
 impl Withdraw<AnyStoreFuture> for AnyStore {
@@ -386,6 +411,30 @@ mod tests {
             redis.backend().waiters() != local.backend().waiters()
                 && local.backend().waiters().is_some()
         );
+    }
+
+    /// A custom store may flush in its own way.
+    #[test]
+    fn its_store_flushes() {
+        #[derive(Clone)]
+        struct OwesAlways(LocalStore);
+
+        impl Store for OwesAlways {
+            type Future = <LocalStore as Store>::Future;
+
+            fn check(&self, check: Check) -> Answer<Self::Future> {
+                self.0.check(check)
+            }
+
+            async fn flush(&self) -> bool {
+                false
+            }
+        }
+
+        let own = BoxStore::new(OwesAlways(LocalStore::default()));
+        for (store, flushes) in [(own.into(), false), (AnyStore::local(), true)] {
+            assert_eq!(store.flush().now_or_never(), Some(flushes));
+        }
     }
 
     /// A [`Fallback`] around the store relies on this at its deadline.

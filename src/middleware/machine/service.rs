@@ -235,9 +235,11 @@ where
                     let polled = pending
                         .as_mut()
                         .poll(cx, &config.gate, head, |cx| inner.poll_ready(cx));
-                    if was_ready && pending.is_queued() {
+                    // A turn that has come already has found the service ready: keep that.
+                    if polled.is_pending() && was_ready && pending.is_queued() {
                         // The ready service may hold a permit that others wait for, as of a concurrency limit: drop it.
                         *inner = inner.clone();
+                        continue;
                     }
                     let admitted = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.

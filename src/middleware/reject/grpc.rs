@@ -78,6 +78,9 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection, is_grpc};
 /// # }
 /// ```
 ///
+/// The type of such a layer is `RateLimitLayer<LocalStore, Global, GrpcOr<HttpReject>>`, and without HTTP
+/// `RateLimitLayer<LocalStore, Global, GrpcReject>`.
+///
 /// In a method of a service, or in a closure for [`reject_with`](crate::RateLimitLayer::reject_with), a [`Reason`]
 /// becomes the same status:
 ///

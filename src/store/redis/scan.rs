@@ -114,13 +114,6 @@ impl Scan {
         };
         let pattern = format!("{}:{{*", self.inner.settings.prefix);
         let (cursor, keys) = self.inner.scan(node, self.cursor, &pattern).await?;
-        self.cursor = cursor;
-        // Redis ends its scan with this cursor, which also begins the scan of the next node.
-        if cursor == 0
-            && let Some(nodes) = &mut self.nodes
-        {
-            nodes.pop();
-        }
         let mut counts = vec![];
         let mut buckets = vec![];
         let mut keys_of_buckets = vec![];
@@ -143,6 +136,14 @@ impl Scan {
             };
             count.bucket = Some(bucket);
             counts.push(count);
+        }
+        // At the end of the step, which a failure repeats.
+        self.cursor = cursor;
+        // Redis ends its scan with this cursor, which also begins the scan of the next node.
+        if cursor == 0
+            && let Some(nodes) = &mut self.nodes
+        {
+            nodes.pop();
         }
         Ok(Some(counts))
     }

@@ -152,3 +152,30 @@ async fn a_scan_needs_its_right() {
     let _: String = server.command("ACL SETUSER limiter +scan").await;
     assert_eq!(scan.next().await.unwrap(), Some(vec![]));
 }
+
+/// The counts of a failed step are not lost.
+#[tokio::test]
+async fn a_failed_step_is_repeated() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +setrange +del +scan";
+    let _: String = server
+        .command(&format!(
+            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
+        ))
+        .await;
+    let store = RedisStore::connect(format!(
+        "redis://limiter:hunter2@127.0.0.1:{}/",
+        server.port()
+    ))
+    .await
+    .unwrap();
+    let bucket = policy(Strategy::Gcra, "10/h");
+    let take = Check::take(Key::new("ann"), &bucket, 1);
+    assert!(store.check(take).await.unwrap().is_allowed());
+    let mut scan = store.scan();
+    // Its value cannot be read.
+    let _: String = server.command("ACL SETUSER limiter -mget").await;
+    assert_eq!(scan.next().await.unwrap_err().kind(), ErrorKind::Permission);
+    let _: String = server.command("ACL SETUSER limiter +mget").await;
+    assert_eq!(scan.next().await.unwrap().unwrap().len(), 1);
+}

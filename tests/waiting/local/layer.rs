@@ -11,10 +11,10 @@ use http::{Request, Response, StatusCode};
 use tokio::time::Instant;
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::check::{Check, Decision, Source, Verdict};
 use tower_redis_ratelimit::extract::{KeyExtractor, key_fn};
 use tower_redis_ratelimit::reject::OnError;
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::wait::Wait;
 use tower_redis_ratelimit::{Key, LocalStore, Policies, RateLimitLayer, Strategy};
@@ -335,6 +335,39 @@ async fn waiting_does_not_hold_the_inner_service() {
     assert!(
         waited.iter().all(|(status, _)| *status == 200),
         "{waited:?}"
+    );
+}
+
+/// Denies its first check, later, and allows the others, immediately.
+#[derive(Clone, Default)]
+struct DeniesOnce(Arc<AtomicUsize>);
+
+impl Store for DeniesOnce {
+    type Future = std::pin::Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let decided =
+            move |verdict| Ok(check.decided(Source::Other("mock"), check.cost(), |_| verdict));
+        if self.0.fetch_add(1, SeqCst) > 0 {
+            return Answer::ready(decided(Verdict::allowed()));
+        }
+        Answer::pending(Box::pin(async move {
+            tokio::task::yield_now().await;
+            decided(Verdict::denied(Duration::from_secs(1)))
+        }))
+    }
+}
+
+/// The turn may have come when the request joins the queue. Its service is then ready too.
+#[tokio::test(start_paused = true)]
+async fn a_turn_that_comes_immediately_finds_the_inner_service_ready() {
+    let quota = policy(Strategy::FixedWindow(Align::FirstHit), "1/s");
+    let layer =
+        RateLimitLayer::new(DeniesOnce::default(), by_path(), quota).wait(Duration::from_secs(10));
+    let service = layer.layer(ConcurrencyLimitLayer::new(1).layer(service_fn(ok)));
+    assert_eq!(
+        send(&service, "/a", 2).await,
+        [(StatusCode::OK, Duration::ZERO); 2]
     );
 }
 

@@ -38,7 +38,7 @@ use redis::{Cmd, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
 use tokio::task::coop::{Unconstrained, unconstrained};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::errors::{STEPS, connecting_timed_out, error_of, replies_within};
 use super::login::LoggedIn;
@@ -123,6 +123,9 @@ impl Backoff {
 /// Interval between two looks at the idle connections. At most half of [`Connection::IDLE_THRESHOLD`]: each idle
 /// connection is pinged before a check would ping it.
 pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(15);
+
+/// A pause in which the runtime receives the events of its sockets.
+const RECEIVES_EVENTS: Duration = Duration::from_millis(1);
 
 /// Number of graces for a connection on a busy runtime. Few, because its time has room for delays.
 const GRACES: u32 = 2;
@@ -282,7 +285,13 @@ impl<C: Connect> Pool<C> {
         let mut one_was_dead = false;
         loop {
             let mut connection = self.get().await?;
-            if !connection.is_closed() {
+            let mut is_closed = connection.is_closed();
+            if is_closed && !one_was_dead && connection.ping.is_some() {
+                // The reply may have arrived while the runtime was busy: it polls its sockets before a timer fires.
+                Box::pin(sleep(RECEIVES_EVENTS)).await;
+                is_closed = connection.is_closed();
+            }
+            if !is_closed {
                 let timeouts = self.timeouts.load(Ordering::Relaxed);
                 let may_be_dead = connection.begin_use(timeouts);
                 if !may_be_dead {
@@ -540,8 +549,11 @@ impl Connection {
                 self.ping = None;
                 false
             }
-            // Not polled again: a lost connection is discarded.
-            Poll::Ready(Err(_)) => true,
+            Poll::Ready(Err(_)) => {
+                // Not polled again: a lost connection is discarded.
+                self.ping = None;
+                true
+            }
             Poll::Pending => ping.sent_at.elapsed() >= self.patience,
         }
     }
@@ -876,8 +888,11 @@ async fn drive<T>(
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use redis::IntoConnectionInfo;
     use tokio::sync::{mpsc, oneshot};
+    use tokio::time;
 
     use super::*;
     use crate::store::redis::credentials::{CredentialSource, Credentials};
@@ -931,6 +946,35 @@ mod tests {
         assert!(lock(&pool.spare).is_some());
         current.fetch_add(1, Ordering::Release);
         assert_ne!(id().await, first);
+    }
+
+    /// The reply to a ping may be read long after its arrival.
+    #[tokio::test]
+    async fn a_busy_runtime_keeps_a_pinged_connection() {
+        let server = RedisServer::start();
+        let to = InEpoch {
+            server: server.url().into_connection_info().unwrap(),
+            current: Arc::default(),
+        };
+        let times = Times {
+            connect: PATIENCE,
+            ping: Duration::from_millis(20),
+        };
+        let pool = Pool::new(to, 1, times);
+        let id = async || {
+            let mut connection = pool.checkout(PATIENCE).await.unwrap();
+            let command = redis::cmd("CLIENT").arg("ID").take();
+            let id = connection.ask(command, PATIENCE).await;
+            pool.give_back(connection);
+            id.unwrap()
+        };
+        let first = id().await;
+        time::pause();
+        time::advance(PING_INTERVAL).await;
+        time::resume();
+        pool.ping_idle().await;
+        thread::sleep(Duration::from_millis(200));
+        assert_eq!(id().await, first);
     }
 
     /// Connects with credentials that change.
