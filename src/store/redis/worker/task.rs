@@ -1,5 +1,6 @@
 //! Workers: each sends the checks of one queue to its node, and reports the replies.
 
+use std::io;
 use std::mem;
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -260,9 +261,19 @@ impl Worker {
             batch.set_clocks(&outside, &inner.clock);
             let calls: SmallVec<[&ScriptCall; 1]> =
                 outside.iter().map(|(i, _)| &batch.calls()[*i]).collect();
-            let again = connection.run(&calls, timeout).await?;
-            for ((i, _), reply) in outside.into_iter().zip(again) {
-                replies[i] = reply;
+            match connection.run(&calls, timeout).await {
+                Ok(again) => {
+                    for ((i, _), reply) in outside.into_iter().zip(again) {
+                        replies[i] = reply;
+                    }
+                }
+                // The other calls were decided.
+                Err(error) if outside.len() < replies.len() => {
+                    for (i, _) in outside {
+                        replies[i] = Err(lost(&error));
+                    }
+                }
+                Err(error) => return Err(error),
             }
         }
         for (call, reply) in batch.calls().iter().zip(&replies) {
@@ -371,6 +382,15 @@ fn deleted_here() -> RedisError {
         "a check of the same call has deleted a key",
     )
         .into()
+}
+
+/// The error of one call whose connection failed with this error.
+fn lost(error: &StoreError) -> RedisError {
+    let kind = match error.kind() {
+        ErrorKind::Timeout => io::ErrorKind::TimedOut,
+        _ => io::ErrorKind::BrokenPipe,
+    };
+    io::Error::from(kind).into()
 }
 
 /// Fails the worker's checks when its task is dropped with the runtime; if it was the last worker, also those in the
