@@ -386,7 +386,10 @@ impl<const LETTER: char> Meter<LETTER> {
             rest: self.rest(),
         };
         // An invalid code is of an empty meter.
-        Params::of_writer(writer, params.frees).unwrap_or(*params)
+        match Params::of_writer(writer, params.frees) {
+            Some(writer) => writer.shared_as(params),
+            None => *params,
+        }
     }
 
     /// Returns the level at `now`, and the time since which it drains, under the quota that wrote it.

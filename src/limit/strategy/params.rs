@@ -170,6 +170,20 @@ impl Params {
         self
     }
 
+    /// Divides a meter that drains after each period as this share is divided. Other shares keep the drain of the whole
+    /// policy, and have larger units.
+    pub(super) fn shared_as(self, share: &Self) -> Self {
+        let Some([_, whole, _]) = share.writer.numbers() else {
+            return self;
+        };
+        if self.frees != Frees::InBatches || share.ticks == whole {
+            return self;
+        }
+        let ticks = (i128::from(self.ticks) * i128::from(share.ticks) / i128::from(whole)) as i64;
+        let ticks = ticks.max(1);
+        Self { ticks, ..self }.with_debt()
+    }
+
     /// Returns the units of a meter that refill in `time` microseconds, rounded up.
     pub(in crate::limit) fn units_in(&self, time: i64) -> i64 {
         time.saturating_mul(self.ticks)
