@@ -314,6 +314,9 @@ local function meter()
       stop = now + drains_in(other, now, level, at) + keep
     elseif not is_same and policy.by then
       tail = tail_after(policy, now)
+    elseif tail ~= '' and not changed(policy, now) then
+      -- take.lua and takes.lua decide only values without it.
+      tail, is_same = '', false
     end
     local expires, text = lasting(policy.expires, stop, 1)
     local state = encode(METER, at, level, expires)

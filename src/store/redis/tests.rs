@@ -769,6 +769,42 @@ async fn all_scripts_decide_and_store_alike() {
     );
 }
 
+/// The part of a value about earlier writers keeps a caller from the shortest script: it is dropped once their charges have
+/// drained, although the key never expires.
+#[tokio::test]
+async fn a_busy_caller_forgets_earlier_quotas() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(25, &server);
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Refill::Greedy),
+        Strategy::TokenBucket(Refill::Interval),
+    ] {
+        let [old, new] = ["60/m", "90/m"]
+            .map(|quota| Policies::from(Policy::new("p", strategy, quota).unwrap()));
+        let take = |policies: &Policies| {
+            let check = Check::take(Key::new("ann"), policies, 1);
+            redis.check(check)
+        };
+        let interval = if new[0].frees().is_gradual() {
+            ""
+        } else {
+            ":i"
+        };
+        let length = format!("STRLEN rl:{{ann}}:p:{}{interval}", new[0].kind().letter());
+        assert!(take(&old).await.unwrap().is_allowed());
+        assert!(take(&new).await.unwrap().is_allowed());
+        let changed: usize = server.command(&length).await;
+        for _ in 0..180 {
+            now.fetch_add(1_000_000, Relaxed);
+            assert!(take(&new).await.unwrap().is_allowed());
+        }
+        let alone: usize = server.command(&length).await;
+        assert_eq!((changed, alone), (42, 27), "{strategy}");
+    }
+}
+
 /// Two keys that expire in the same millisecond may have different levels: the script must not store one caller's
 /// packed state for another caller.
 #[tokio::test]
