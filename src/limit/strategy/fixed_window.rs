@@ -1,8 +1,8 @@
 //! Fixed windows: a counter that restarts with every window.
 //!
-//! **Idea.** Count the grants since the window started; a check of cost `c` is allowed while `count
-//! + c <= L`. With [`Align::Clock`](super::Align::Clock) all callers have the same windows; with
-//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge; with
+//! **Idea.** Count the grants since the window started; a check of cost `c` is allowed while
+//! `count + c <= L`. With [`Align::Clock`](super::Align::Clock) all callers have the same windows;
+//! with [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge; with
 //! [`Align::Calendar`](super::Align::Calendar) windows are as long as the days, weeks, months or years
 //! of a calendar.
 //!

@@ -144,7 +144,7 @@ mod tests {
                 assert!(state.is_of(share.params()), "{strategy}");
                 Mode::Refund.count(&share, &mut state, 0, now);
                 assert_eq!(state, before, "{strategy}");
-                now += 1;
+                now += 10;
             }
         }
     }
