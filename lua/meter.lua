@@ -29,10 +29,13 @@ local function meter()
   -- after each period. `writer` are the bytes that name the quota in a value.
   local function policy(capacity, interval, ticks, period, writer)
     local full = capacity * interval
-    -- The highest level: twice the capacity, or a full meter and the drain of a day, for turns taken ahead.
-    local deepest = 2 * full
+    -- The highest level that only this quota has charged: twice the capacity, or a full meter and the drain of a day, for
+    -- turns taken ahead. Another quota may have charged up to `highest`.
+    local deepest, highest = 2 * full, MAX_TICKS
     if period == 0 then
       deepest = max(deepest, min(full + DAY * ticks, MAX_TICKS))
+    else
+      highest = min(floor(MAX_TICKS / period) * ticks, MAX_TICKS)
     end
     return {
       capacity = capacity,
@@ -44,6 +47,7 @@ local function meter()
       rate = ticks / (period == 0 and interval or period),
       full = full,
       deepest = deepest,
+      highest = highest,
       -- The longest wait of a turn taken ahead.
       longest = period == 0 and floor((deepest - full) / ticks) or nil,
       -- Microseconds or periods after which any level has drained.
@@ -87,11 +91,9 @@ local function meter()
   local function drained(policy, now, at, level)
     local period, elapsed = policy.period, now - at
     if elapsed < 0 then
-      at, elapsed = now, 0
-    elseif period == 0 and elapsed >= policy.furthest then
-      return 0, now
+      level, at, elapsed = min(level, policy.deepest), now, 0
     end
-    level = min(level, policy.deepest)
+    level = min(level, policy.highest)
     if period == 0 then
       level, at = level - elapsed * policy.ticks, now
     else
@@ -194,8 +196,8 @@ local function meter()
 
   -- Returns the registers that a denied take saves. Returns nil unless its quota is faster.
   local function denied(policy, now, level, at, by)
-    -- A higher level would be lowered when it is loaded.
-    if by == FASTER and level <= policy.deepest then
+    -- A level that was lowered to the highest one would free used units under the writer.
+    if by == FASTER and level < policy.highest then
       return written(policy, now, level, at, by)
     end
   end
@@ -312,6 +314,9 @@ local function meter()
       stop = now + drains_in(other, now, level, at) + keep
     elseif not is_same and policy.by then
       tail = tail_after(policy, now)
+    elseif tail ~= '' and not changed(policy, now) then
+      -- take.lua and takes.lua decide only values without it.
+      tail, is_same = '', false
     end
     local expires, text = lasting(policy.expires, stop, 1)
     local state = encode(METER, at, level, expires)

@@ -202,9 +202,17 @@ impl LocalCount {
         }
     }
 
-    fn put_back(&mut self, taken: State) {
-        if let Self::Counted(state) = self {
-            *state = taken;
+    /// Puts back a state that was charged nothing. A denied take may have made this policy its writer.
+    fn put_back(&mut self, taken: State, policy: &Policy) {
+        match self {
+            Self::Counted(state) => *state = taken,
+            Self::Warmed { writer, .. } => {
+                let params = policy.params();
+                let was_of_another = policy.frees().is_gradual() && *writer != params.writer;
+                if was_of_another && taken.is_of(params) {
+                    *self = Self::Counted(taken);
+                }
+            }
         }
     }
 }
@@ -335,9 +343,10 @@ impl CountShard {
         }
         let verdicts = check.decide(&mut states, now);
         if !changes(check, &verdicts) {
-            for (state, place) in states.into_iter().zip(places) {
+            let places = check.policies().iter().zip(places);
+            for (state, (policy, place)) in states.into_iter().zip(places) {
                 if let Some(slot) = self.state_at(place) {
-                    slot.value.put_back(state);
+                    slot.value.put_back(state, policy);
                 }
             }
             return verdicts;
@@ -389,8 +398,11 @@ impl CountShard {
             Some(slot) => slot.value.take(policy, now),
             None => State::fresh(policy.kind()),
         };
+        let was_of_another = !state.is_of(policy.params());
         let verdicts = check.decide(slice::from_mut(&mut state), now);
-        if changes(check, &verdicts) {
+        // A denied take of a faster quota becomes the writer.
+        let is_rewritten = was_of_another && state.is_of(policy.params());
+        if is_rewritten || changes(check, &verdicts) {
             let hold = hold_counted(&state, verdicts.first(), policy, now);
             self.states
                 .put(count, LocalCount::Counted(state), hold, now);
@@ -489,6 +501,35 @@ mod tests {
             here.backend().warm(&Key::GLOBAL, &used);
             let left = ask(&here, Check::up_to(Key::GLOBAL, &new, 100)).granted();
             assert_eq!(left, 10, "{strategy}");
+        }
+    }
+
+    /// A caller whose count another store has kept is raised to a faster quota: a denied take drains it at the new rate.
+    #[tokio::test(start_paused = true)]
+    async fn a_faster_quota_drains_a_followed_count() {
+        let gradual = Strategy::ALL
+            .iter()
+            .filter(|strategy| strategy.frees().is_gradual());
+        for strategy in gradual {
+            for is_alone in [true, false] {
+                let (there, here) = (LocalStore::default(), LocalStore::default());
+                let policies = |quota: &str| {
+                    let policy = Policy::new("test", *strategy, quota).unwrap();
+                    let other = Policy::new("other", *strategy, "100/s").unwrap();
+                    if is_alone {
+                        policy.into()
+                    } else {
+                        Policies::new([policy, other]).unwrap()
+                    }
+                };
+                let (old, new) = (policies("10/d"), policies("10/s"));
+                let used = ask(&there, Check::take(Key::GLOBAL, &old, 10));
+                here.backend().warm(&Key::GLOBAL, &used);
+                let take = || ask(&here, Check::take(Key::GLOBAL, &new, 1));
+                let wait = take().retry_after().unwrap();
+                tokio::time::advance(wait).await;
+                assert!(take().is_allowed(), "{strategy}, {is_alone}: {wait:?}");
+            }
         }
     }
 }

@@ -310,12 +310,14 @@ fn the_end_of_a_runtime_ends_its_turns() {
 
     // Turns are held.
     let second = runtime();
-    let mut waits = [wait(), wait()];
-    second.block_on(async {
+    let waits = second.block_on(async {
+        // They join a queue of the runtime in which they are called.
+        let mut waits = [wait(), wait()];
         for wait in &mut waits {
             assert!(wait.as_mut().now_or_never().is_none());
         }
         sleep(Duration::from_millis(10)).await;
+        waits
     });
     assert_eq!(refunds.load(SeqCst), 1);
     drop(second);

@@ -194,8 +194,8 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
 
     fn denied(params: &Params, now: i64, registers: Registers) -> Option<Registers> {
         let [level, _, by] = registers;
-        // A higher level would be lowered when it is loaded.
-        let is_exact = level <= params.deepest;
+        // A level that was lowered to the highest one would free used units under the writer.
+        let is_exact = level < params.highest;
         (by == FASTER && is_exact).then(|| Self::written(params, now, registers))
     }
 
@@ -390,7 +390,10 @@ impl<const LETTER: char> Meter<LETTER> {
             rest: self.rest(),
         };
         // An invalid code is of an empty meter.
-        Params::of_writer(writer, params.frees).unwrap_or(*params)
+        match Params::of_writer(writer, params.frees) {
+            Some(writer) => writer.shared_as(params),
+            None => *params,
+        }
     }
 
     /// Returns the level at `now`, and the time since which it drains, under the quota that wrote it.
@@ -398,7 +401,12 @@ impl<const LETTER: char> Meter<LETTER> {
         // After the clock went back, the level starts to drain now.
         let since = self.at.min(now);
         let elapsed = now - since;
-        let level = self.level.min(params.deepest);
+        let highest = if self.at > now {
+            params.deepest
+        } else {
+            params.highest
+        };
+        let level = self.level.min(highest);
         let (level, at) = if Self::in_batches(params) {
             let due = elapsed.div_euclid(params.period);
             let periods = due.min(div_ceil(level, params.ticks));
@@ -406,11 +414,9 @@ impl<const LETTER: char> Meter<LETTER> {
                 level - periods * params.ticks,
                 since + periods * params.period,
             )
-        } else if elapsed >= params.furthest {
-            // The product of a longer time might exceed 2^53.
-            return (0, now);
         } else {
-            (level - elapsed * params.ticks, now)
+            let drained = elapsed.saturating_mul(params.ticks);
+            (level.saturating_sub(drained), now)
         };
         // An empty meter drains from its next charge on.
         if level > 0 { (level, at) } else { (0, now) }

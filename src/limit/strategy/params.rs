@@ -18,8 +18,12 @@ pub(crate) struct Params {
     pub(crate) interval: i64,
     /// The time in which the capacity refills, in ticks.
     pub(crate) full: i64,
-    /// The highest level of a meter, in ticks: twice the capacity, or the turns of a day ahead.
+    /// The highest level of a meter that only this quota has charged, in ticks: twice the capacity, or the turns of a day
+    /// ahead.
     pub(crate) deepest: i64,
+    /// The highest level of a meter, in ticks: another quota may have charged more. No time until it has drained reaches
+    /// 2^53.
+    pub(crate) highest: i64,
     /// The longest wait of a take ahead, in microseconds.
     pub(crate) longest: i64,
     /// A time in microseconds that is longer than any debt of this policy takes to refill.
@@ -76,6 +80,7 @@ impl Params {
             interval: interval as i64,
             full: full as i64,
             deepest: 0,
+            highest: 0,
             longest: 0,
             furthest: 0,
             offset: None,
@@ -113,6 +118,7 @@ impl Params {
             interval,
             full,
             deepest: 0,
+            highest: 0,
             longest: 0,
             furthest: 0,
             offset: None,
@@ -151,13 +157,31 @@ impl Params {
     /// Sets the debt that the full count and the ticks allow.
     fn with_debt(mut self) -> Self {
         self.deepest = 2 * self.full;
+        self.highest = (MAX_TICKS / self.period)
+            .saturating_mul(self.ticks)
+            .min(MAX_TICKS);
         if self.frees.is_gradual() {
             let ahead = self.full + LONGEST_WAIT.saturating_mul(self.ticks).min(MAX_TICKS);
             self.deepest = self.deepest.max(ahead.min(MAX_TICKS));
+            self.highest = MAX_TICKS;
             self.longest = (self.deepest - self.full) / self.ticks;
         }
         self.furthest = self.deepest / self.ticks + 1;
         self
+    }
+
+    /// Divides a meter that drains after each period as this share is divided. Other shares keep the drain of the whole
+    /// policy, and have larger units.
+    pub(super) fn shared_as(self, share: &Self) -> Self {
+        let Some([_, whole, _]) = share.writer.numbers() else {
+            return self;
+        };
+        if self.frees != Frees::InBatches || share.ticks == whole {
+            return self;
+        }
+        let ticks = (i128::from(self.ticks) * i128::from(share.ticks) / i128::from(whole)) as i64;
+        let ticks = ticks.max(1);
+        Self { ticks, ..self }.with_debt()
     }
 
     /// Returns the units of a meter that refill in `time` microseconds, rounded up.

@@ -148,6 +148,28 @@ mod tests {
         }
     }
 
+    /// Two quotas in turn, each until it denies: all instances together are within the larger burst and the faster rate.
+    #[test]
+    fn shares_of_changing_quotas_stay_within_the_loosest() {
+        const INSTANCES: u32 = 10;
+        const PERIODS: u32 = 100;
+        let buckets = Strategy::ALL.iter().copied();
+        for strategy in buckets.filter(|strategy| strategy.frees().has_burst()) {
+            let shares = ["100/10s burst 1000", "110/10s burst 1000"].map(|quota| {
+                let policy = Policy::new("api", strategy, quota).unwrap();
+                part_of(&policy, NonZeroU32::new(INSTANCES).unwrap())
+            });
+            let mut state = State::fresh(strategy);
+            let (mut now, mut granted) = (1_790_000_000_000_000, 0);
+            for share in shares.iter().cycle().take(PERIODS as usize) {
+                granted += Mode::UpTo.count(share, &mut state, 1_000, now);
+                now += 10_000_000;
+            }
+            let most = 100 + i64::from(PERIODS + 2) * 11;
+            assert!(granted <= most, "{strategy}: {granted}, at most {most}");
+        }
+    }
+
     /// A share of one half of another quota continues one half of the units that the primary store has counted.
     #[tokio::test(start_paused = true)]
     async fn a_share_continues_the_units_of_another_quota() {

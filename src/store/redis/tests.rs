@@ -122,7 +122,7 @@ async fn changing_quotas() {
 /// Each of some extreme quotas after each other one.
 #[tokio::test]
 async fn extreme_quotas_change_alike() {
-    const EXTREMES: [&str; 8] = [
+    const EXTREMES: [&str; 10] = [
         "1/us burst 1",
         "4294967295/us",
         "4294967295/us burst 1",
@@ -131,6 +131,8 @@ async fn extreme_quotas_change_alike() {
         "1/366d burst 4294967295",
         "1000003/s burst 4294967295",
         "999983/30d",
+        "999983/30d burst 1",
+        "100000/366d burst 100000",
     ];
     let server = RedisServer::start();
     let mut trace = Trace::new(24, &server);
@@ -140,6 +142,7 @@ async fn extreme_quotas_change_alike() {
     for strategy in buckets {
         // A token bucket's state is of one type for both refills.
         trace.states.clear();
+        trace.granted.clear();
         let lists: Vec<[Policies; 1]> = EXTREMES
             .iter()
             .filter_map(|quota| Policy::new("extreme", *strategy, *quota).ok())
@@ -678,10 +681,11 @@ async fn all_scripts_decide_and_store_alike() {
                 params.full,
                 2 * params.full,
                 params.deepest,
+                params.highest,
                 -params.full,
                 rng.i64(0..=params.full),
             ];
-            let level = level[rng.usize(..6)];
+            let level = level[rng.usize(..7)];
             let at = near(rng, now - elapsed).to_le_bytes();
             let level = near(rng, level).to_le_bytes();
             let until = near(rng, now + reset).to_le_bytes();
@@ -763,6 +767,42 @@ async fn all_scripts_decide_and_store_alike() {
         granted > 500 && denied > 500,
         "{granted} granted, {denied} denied"
     );
+}
+
+/// The part of a value about earlier writers keeps a caller from the shortest script: it is dropped once their charges have
+/// drained, although the key never expires.
+#[tokio::test]
+async fn a_busy_caller_forgets_earlier_quotas() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(25, &server);
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Refill::Greedy),
+        Strategy::TokenBucket(Refill::Interval),
+    ] {
+        let [old, new] = ["60/m", "90/m"]
+            .map(|quota| Policies::from(Policy::new("p", strategy, quota).unwrap()));
+        let take = |policies: &Policies| {
+            let check = Check::take(Key::new("ann"), policies, 1);
+            redis.check(check)
+        };
+        let interval = if new[0].frees().is_gradual() {
+            ""
+        } else {
+            ":i"
+        };
+        let length = format!("STRLEN rl:{{ann}}:p:{}{interval}", new[0].kind().letter());
+        assert!(take(&old).await.unwrap().is_allowed());
+        assert!(take(&new).await.unwrap().is_allowed());
+        let changed: usize = server.command(&length).await;
+        for _ in 0..180 {
+            now.fetch_add(1_000_000, Relaxed);
+            assert!(take(&new).await.unwrap().is_allowed());
+        }
+        let alone: usize = server.command(&length).await;
+        assert_eq!((changed, alone), (42, 27), "{strategy}");
+    }
 }
 
 /// Two keys that expire in the same millisecond may have different levels: the script must not store one caller's

@@ -605,6 +605,8 @@ fn extreme_quotas_keep_the_level() {
             "4294967295/366d",
             "1000003/s burst 4294967295",
             "999983/30d",
+            "999983/30d burst 1",
+            "100000/366d burst 100000",
         ];
         for (one, other) in extremes
             .iter()
@@ -621,5 +623,37 @@ fn extreme_quotas_keep_the_level() {
             let back = caller.decide(&Check::peek(Key::GLOBAL, &one, 1));
             assert!(back.remaining() == 0, "{strategy}: {one:?}, {other:?}");
         }
+    }
+}
+
+/// Under the faster quota, the level has more than 2^52 ticks. If it were lowered to that, the old quota would grant the
+/// rest again.
+#[test]
+fn a_denial_stores_no_lowered_level() {
+    for strategy in gradual() {
+        let slow = policies(strategy, "100000/366d burst 100000");
+        let fast = policies(strategy, "999983/30d burst 1");
+        let mut caller = Caller::new();
+        assert!(caller.take(&slow, 100_000).is_allowed());
+        assert!(!caller.take(&fast, 1).is_allowed(), "{strategy}");
+        let again = caller.decide(&Check::up_to(Key::GLOBAL, &slow, 100_000));
+        assert_eq!(again.granted(), 0, "{strategy}");
+    }
+}
+
+/// A caller has used more than the new quota allows even as a debt. After `retry_after`, a take is allowed.
+#[test]
+fn a_raised_quota_drains_any_level() {
+    for strategy in buckets() {
+        let slow = policies(strategy, "100/d burst 3000");
+        let fast = policies(strategy, "1000/d");
+        let mut caller = Caller::new();
+        assert!(caller.take(&slow, 3_000).is_allowed());
+        let denied = caller.take(&fast, 1);
+        let wait = denied.retry_after().unwrap();
+        let days = wait.as_secs_f64() / 86_400.0;
+        assert!((2.0..=3.0).contains(&days), "{strategy}: {wait:?}");
+        caller.now += wait.as_micros() as u64;
+        assert!(caller.take(&fast, 1).is_allowed(), "{strategy}");
     }
 }

@@ -20,7 +20,8 @@ use crate::store::probe;
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
     /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`. For a check with an id,
-    /// these are preceded by one key of `prefix:{caller}`, all of those suffixes, and `:id`.
+    /// these are preceded by one key of `prefix:{caller}`, all of those suffixes, and `:id`, or `::id` after a suffix without
+    /// a span.
     keys: Vec<u8>,
     /// End of each key in `keys`.
     ends: Vec<usize>,
@@ -493,6 +494,12 @@ impl ScriptCall {
             self.push_caller(prefix, check.key());
             for policy in check.policies().iter() {
                 self.push_count(policy);
+            }
+            if let Some(last) = check.policies().as_slice().last()
+                && last.span().is_empty()
+            {
+                // Otherwise the id would be in the place of a span, and could name another count.
+                self.keys.push(b':');
             }
             self.keys.push(b':');
             self.keys.extend_from_slice(id.as_bytes());

@@ -452,6 +452,30 @@ fn equal_checks_of_a_caller_share_entries() {
     assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
 }
 
+/// An id that reads as a span names no other count.
+#[test]
+fn an_id_is_no_span() {
+    let gcra = |quota| Policy::new("p", Strategy::Gcra, quota).unwrap();
+    let pause = gcra("5/s").of_pauses();
+    for (policy, id) in [
+        (gcra("1/s"), pause.span()),
+        (
+            Policy::new("p", Strategy::TokenBucket(Refill::Greedy), "5/s").unwrap(),
+            "i",
+        ),
+    ] {
+        let mut call = ScriptCall::default();
+        let policies = Policies::from(policy);
+        call.push(
+            "rl",
+            &Check::take(Key::new("ann"), &policies, 1).with_id(id),
+        );
+        let (keys, _) = arguments(&call.command("EVALSHA", ""));
+        let rest = keys[0].strip_prefix("rl").unwrap();
+        assert_eq!(read_key(rest), None, "{rest}");
+    }
+}
+
 #[test]
 fn each_id_has_a_separate_key() {
     let mut call = ScriptCall::default();
@@ -463,7 +487,7 @@ fn each_id_has_a_separate_key() {
     assert_eq!(
         keys,
         [
-            "rl:{ann}:burst:g:daily:g:17",
+            "rl:{ann}:burst:g:daily:g::17",
             "rl:{ann}:burst:g",
             "rl:{ann}:daily:g"
         ]
