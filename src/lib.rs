@@ -51,6 +51,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod background;
+mod blocks;
 pub mod check;
 mod error;
 mod gate;

@@ -8,11 +8,14 @@ use futures_util::future::Either;
 use tokio::time::Instant;
 
 use crate::background::OpQueue;
-use crate::error::StoreError;
-use crate::gate::{Notifier, PolicySelector, Selector};
+use crate::blocks::{self, BlockChange, BlockChangeKind};
+use crate::error::{ConfigError, StoreError};
+use crate::gate::{Blocking, Notifier, PolicySelector, Selector, denial};
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::leases::without_block;
-use crate::limit::{Charge, Check, Decision, Key, Policies, Source, Verdict};
+use crate::limit::{
+    BlockAfter, Charge, Check, Decision, Key, Mode, Policies, Quota, Source, Verdict,
+};
 use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
 use crate::settle::{Reservation, ReserveError};
@@ -98,6 +101,9 @@ pub struct Limiter<S> {
     /// Tracks the requests in flight of reservations, and settles reservations.
     in_flight: InFlightTracker,
     notifier: Notifier,
+    /// `None` if blocks are not enforced.
+    blocking: Option<Blocking<Key>>,
+    forbids_blocked: bool,
 }
 
 /// The policies of a call.
@@ -141,6 +147,8 @@ struct Reported {
     /// Time of the call. `None` if no observer needs it.
     since: Option<Instant>,
     is_exempt: bool,
+    /// Counts and sends denials. `None` if blocks are not enforced.
+    blocking: Option<(Blocking<Key>, OpQueue)>,
 }
 
 impl<S: Store> Limiter<S> {
@@ -155,6 +163,8 @@ impl<S: Store> Limiter<S> {
             wait_queues,
             in_flight,
             notifier: Notifier::default(),
+            blocking: None,
+            forbids_blocked: false,
         }
     }
 
@@ -187,7 +197,137 @@ impl<S: Store> Limiter<S> {
             wait_queues: self.wait_queues.clone(),
             in_flight: self.in_flight.clone(),
             notifier: self.notifier.clone(),
+            blocking: self.blocking.clone(),
+            forbids_blocked: self.forbids_blocked,
         }
+    }
+
+    /// Blocks a caller who is denied too often, like [that of a layer](crate::RateLimitLayer::block_after). Denied calls of
+    /// [`take`](Self::take), [`take_with_id`](Self::take_with_id), [`up_to`](Self::up_to), [`wait`](Self::wait),
+    /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within) are strikes, and these methods and
+    /// [`peek`](Self::peek) deny a blocked caller.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let codes = Policy::new("codes", Strategy::SlidingLog, "5/min")?;
+    /// let limiter = Limiter::new(LocalStore::default(), codes).block_after("20/min", Duration::from_secs(600))?;
+    ///
+    /// // Also by an operator.
+    /// let user = Key::new("user-42");
+    /// limiter.block(user, Duration::from_secs(86_400)).await?;
+    /// assert!(!limiter.take(user, 1).await?.is_allowed());
+    /// limiter.unblock(user).await?;
+    /// assert!(limiter.take(user, 1).await?.is_allowed());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`BlockAfter::new`](crate::reject::BlockAfter::new).
+    pub fn block_after(
+        self,
+        strikes: impl TryInto<Quota, Error: Into<ConfigError>>,
+        time: Duration,
+    ) -> Result<Self, ConfigError> {
+        let rule = BlockAfter::new(strikes, time)?;
+        Ok(Self {
+            blocking: Some(Blocking::new(&self.store, Some(rule))),
+            ..self
+        })
+    }
+
+    /// Enforces the blocks of [`block`](Self::block) and of layers. Denials begin no block. Included in
+    /// [`block_after`](Self::block_after).
+    #[must_use]
+    pub fn with_blocks(self) -> Self {
+        Self {
+            blocking: Some(Blocking::new(&self.store, None)),
+            ..self
+        }
+    }
+
+    /// Gives the denials of blocked callers the source [`Source::Forbidden`], whose response over HTTP is a 403. See
+    /// [that of a layer](crate::RateLimitLayer::forbid_blocked).
+    #[must_use]
+    pub fn forbid_blocked(self) -> Self {
+        Self {
+            forbids_blocked: true,
+            ..self
+        }
+    }
+
+    /// Blocks a caller for `time`, at most 366 days: in every instance within a second, in each layer and limiter over
+    /// the store that enforces blocks ([`block_after`](Self::block_after) or [`with_blocks`](Self::with_blocks)), and whose first policy
+    /// has the name of the caller's first policy here. A blocked caller keeps the later end. A time below a millisecond
+    /// does nothing.
+    ///
+    /// [`reset`](Self::reset) ends no block: [`unblock`](Self::unblock) does.
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the store. Then the block holds in this process, and is sent when the store can be
+    /// reached, if a layer or limiter of this process enforces blocks.
+    pub fn block(
+        &self,
+        key: Key,
+        time: Duration,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send + 'static {
+        let end = instant() + time.min(blocks::LONGEST);
+        self.change_block(key, BlockChangeKind::Extend(end))
+    }
+
+    /// Ends the block of a caller and, if this limiter has [`block_after`](Self::block_after), the strikes: in every instance within a
+    /// second. Strikes that other instances have not sent yet remain.
+    ///
+    /// # Errors
+    ///
+    /// As [`block`](Self::block).
+    pub fn unblock(
+        &self,
+        key: Key,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send + 'static {
+        let strikes = match &self.blocking {
+            Some(blocking) => blocking.unblock(self.policies(&key)[0].name(), key),
+            None => None,
+        };
+        let reset = strikes.map(|strikes| self.store.check(strikes));
+        let changed = self.change_block(key, BlockChangeKind::End);
+        async move {
+            if let Some(reset) = reset {
+                let _reset = reset.await?;
+            }
+            changed.await
+        }
+    }
+
+    fn change_block(
+        &self,
+        key: Key,
+        kind: BlockChangeKind,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send + 'static {
+        let blocks = match &self.blocking {
+            Some(blocking) => Some(blocking.blocks().clone()),
+            None => self.store.backend().blocks(),
+        };
+        if let Some(blocks) = blocks {
+            let caller = blocks::caller(self.policies(&key)[0].name(), &key);
+            blocks.change(BlockChange { caller, kind });
+        }
+        self.store.backend().send_blocks()
+    }
+
+    /// Returns the denial of a check if its caller is blocked.
+    fn block_of(&self, check: &Check) -> Option<Decision> {
+        let blocking = self.blocking.as_ref()?;
+        // Also starts the task again if its runtime has shut down.
+        self.store.backend().sync_blocks();
+        let rest = blocking.rest(check.key(), check.key(), check.policies())?;
+        Some(denial(check, rest, self.forbids_blocked))
     }
 
     /// Sets the observer. As that of a layer, it receives the [decisions](Observer::decided) on all takes:
@@ -509,12 +649,15 @@ impl<S: Store> Limiter<S> {
         let reported = self.reported(&check);
         let answer = if reported.is_exempt {
             Answer::ready(Ok(exempt_decision(&check)))
+        } else if let Some(denied) = self.block_of(&check) {
+            Answer::ready(Ok(denied))
         } else {
             self.notifier.send(&self.store, check)
         };
         async move {
             let answer = answer.await;
             reported.answered(&answer);
+            reported.strike(&answer);
             answer
         }
     }
@@ -528,6 +671,10 @@ impl<S: Store> Limiter<S> {
         let notifier = self.notifier.clone();
         let answer = if check.policies().is_exempt() {
             Answer::ready(Ok(exempt_decision(&check)))
+        } else if check.mode() == Mode::Peek
+            && let Some(denied) = self.block_of(&check)
+        {
+            Answer::ready(Ok(denied))
         } else {
             self.store.check(check)
         };
@@ -595,18 +742,26 @@ impl<S: Store> Limiter<S> {
         self.notifier.never_leased(&policies);
         let take = Check::take(key, &policies, cost);
         let reported = self.reported(&take);
-        let joined = self
-            .wait_queues
-            .join(&take, instant().checked_add(max), None);
+        let joined = match self.block_of(&take) {
+            Some(denied) => Err(NoPermit::Denied(denied)),
+            None => self
+                .wait_queues
+                .join(&take, instant().checked_add(max), None),
+        };
         Either::Right(async move {
             let granted = match joined {
                 Ok(turn) => turn.await.map(Permit::spend),
                 Err(refusal) => Err(refusal),
             };
-            reported.answered(&match &granted {
+            let is_full = matches!(granted, Err(NoPermit::Full(_)));
+            let answer = match &granted {
                 Ok(spent) => Ok(spent.decision.clone()),
                 Err(refusal) => refusal.clone().into_answer(),
-            });
+            };
+            reported.answered(&answer);
+            if !is_full {
+                reported.strike(&answer);
+            }
             let Spent {
                 decision,
                 charge,
@@ -628,6 +783,10 @@ impl<S: Store> Limiter<S> {
             cost: check.cost(),
             since: self.notifier.since(),
             is_exempt: check.policies().is_exempt(),
+            blocking: self
+                .blocking
+                .clone()
+                .map(|blocking| (blocking, self.in_flight.ops().clone())),
         }
     }
 
@@ -655,11 +814,19 @@ impl Reported {
             cost,
             since,
             is_exempt,
+            ..
         } = self;
         if *is_exempt {
             notifier.uncounted(UncountedReason::Exempt, true);
         } else if notifier.is_notified(answer) {
             notifier.answered(key, *cost, *since, answer, false);
+        }
+    }
+
+    /// Counts a denial, which may block the caller.
+    fn strike(&self, answer: &Result<Decision, StoreError>) {
+        if let (Some((blocking, ops)), Ok(decision)) = (&self.blocking, answer) {
+            blocking.denied(&self.key, &self.key, decision, ops);
         }
     }
 }

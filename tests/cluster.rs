@@ -29,6 +29,9 @@ mod support;
 #[path = "support/table.rs"]
 mod table;
 
+mod blocks {
+    mod cluster;
+}
 mod connections {
     mod cluster;
 }

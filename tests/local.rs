@@ -17,6 +17,9 @@ mod lines;
 mod mocks;
 mod support;
 
+mod blocks {
+    mod local;
+}
 mod calls {
     mod local;
 }

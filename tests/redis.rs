@@ -24,6 +24,9 @@ mod batches {
         mod work;
     }
 }
+mod blocks {
+    mod redis;
+}
 mod config {
     mod redis;
 }

@@ -1,16 +1,18 @@
 //! The arguments.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 use serde::Deserialize;
 use serde::de::value::{Error as Invalid, MapDeserializer};
 use tower_redis_ratelimit::Policy;
+use tower_redis_ratelimit::reject::BlockAfter;
 
 use crate::callers::CallerArg;
 
-/// Shows and resets the counts of tower-redis-ratelimit in Redis.
+/// Shows and resets the counts, and blocks callers, of tower-redis-ratelimit in Redis.
 #[derive(Parser)]
 #[command(version, arg_required_else_help = true, after_help = AFTER_HELP)]
 pub(crate) struct Args {
@@ -34,7 +36,7 @@ pub(crate) struct Args {
 }
 
 const AFTER_HELP: &str = "\
-Every command reads the whole database, a thousand keys at a time. The keys of buckets contain their quota. Those of \
+Every command but block reads the whole database, a thousand keys at a time. The keys of buckets contain their quota. Those of \
 windows, logs and requests in flight do not, so they need --settings or --policy.";
 
 const CALLER_HELP: &str = "\
@@ -57,10 +59,32 @@ pub(crate) enum Command {
         #[arg(help = CALLER_HELP, value_parser = CallerArg::parse)]
         caller: CallerArg,
     },
+    /// Blocks one caller under the policies of --policy or --settings, in every layer that enforces blocks.
+    Block {
+        #[arg(help = CALLER_HELP, value_parser = CallerArg::parse)]
+        caller: CallerArg,
+        /// How long, such as 24h: 1 second to 366 days. A block that ends later is kept.
+        #[arg(value_parser = parse_time)]
+        time: Duration,
+    },
+    /// Ends the block of one caller under the policies of --policy or --settings.
+    Unblock {
+        #[arg(help = CALLER_HELP, value_parser = CallerArg::parse)]
+        caller: CallerArg,
+    },
     /// The policies under the prefix, and how many callers each has.
     Policies,
     /// Prints a script for a shell, which completes commands and options.
     Completions { shell: Shell },
+}
+
+/// Parses the time of a block.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let rule: Result<BlockAfter, _> = format!("1/s for {text}").parse();
+    match rule {
+        Ok(rule) => Ok(rule.time()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// Parses `name quota` or `name strategy quota`.

@@ -8,6 +8,9 @@ use tower_redis_ratelimit::extract::HeaderKey;
 /// Suffix of the key under which a dry run counts a caller.
 const DRY_RUN_SUFFIX: &str = ",~try";
 
+/// Suffix of the key under which the denials of a caller are counted that may block the caller.
+const STRIKES_SUFFIX: &str = ",~hit";
+
 /// A caller as an operator writes it.
 #[derive(Clone)]
 pub(crate) struct CallerArg {
@@ -87,6 +90,11 @@ pub(crate) fn split_dry_run(key: &Key) -> (Key, bool) {
             caller.ok()
         });
     caller.map_or((*key, false), |caller| (caller, true))
+}
+
+/// The caller whose strikes are counted under a key in Redis. `None` for another key.
+pub(crate) fn caller_of_strikes(key: &Key) -> Option<&str> {
+    key.reveal().strip_suffix(STRIKES_SUFFIX)
 }
 
 /// The digits that the log shows for a caller.

@@ -12,10 +12,10 @@ use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::store::{
     AnyStore, Store, StoreConfig, StoreError, StoreKind, StoredCount,
 };
-use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore};
+use tower_redis_ratelimit::{Key, Limiter, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::args::Args;
-use crate::callers::{CallerArg, CallerId, log_digits, split_dry_run};
+use crate::callers::{CallerArg, CallerId, caller_of_strikes, log_digits, split_dry_run};
 use crate::settings::Settings;
 
 /// Number of counts that are queried concurrently, in one call of the store.
@@ -204,6 +204,66 @@ impl Counts {
         Ok(text)
     }
 
+    /// Blocks one caller, or ends the block if there is no time.
+    pub(crate) async fn block(
+        &self,
+        wanted: &CallerArg,
+        time: Option<Duration>,
+    ) -> Result<String, Box<dyn Error>> {
+        if self.policies.is_empty() {
+            return Err("a block belongs to the first policy of a layer: name it by --policy, or use --settings".into());
+        }
+        let keys = match &wanted.id {
+            CallerId::Key(key) => vec![*key],
+            CallerId::Header(keys) => keys.to_vec(),
+            CallerId::Log(_) => {
+                return Err("the digits of the log do not tell the caller: name the caller".into());
+            }
+        };
+        let mut text = String::new();
+        for policy in &self.policies {
+            let limiter = Limiter::new(self.store.clone(), policy.clone());
+            for key in &keys {
+                match time {
+                    Some(time) => limiter.block(*key, time).await?,
+                    None => limiter.unblock(*key).await?,
+                }
+            }
+            let done = if time.is_some() {
+                "blocked"
+            } else {
+                "unblocked"
+            };
+            writeln!(text, "{done} {} under `{}`", wanted.text, policy.name())?;
+        }
+        if time.is_none() {
+            self.reset_strikes(&keys).await?;
+        }
+        Ok(text)
+    }
+
+    /// Resets the strikes of a caller under the policies. Otherwise the next denial could block the caller again.
+    async fn reset_strikes(&self, keys: &[Key]) -> Result<(), Box<dyn Error>> {
+        let mut scan = self.store.scan();
+        while let Some(step) = scan.next().await? {
+            for count in step {
+                let caller = caller_of_strikes(&count.key);
+                let is_caller = keys.iter().any(|key| caller == Some(key.reveal()));
+                let is_known = self
+                    .policies
+                    .iter()
+                    .any(|known| known.name() == count.policy);
+                if is_caller && is_known {
+                    // Any limit has the same count.
+                    let quota = format!("1/{}", count.span);
+                    let strikes = Policy::new(&count.policy, Strategy::SlidingLog, quota)?.into();
+                    let _: Decision = self.store.check(Check::reset(count.key, &strikes)).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the counts of one caller.
     async fn of_caller(&self, wanted: &CallerArg) -> Result<FoundCounts, StoreError> {
         let mut rows = vec![];
@@ -226,6 +286,9 @@ impl Counts {
         while let Some(step) = scan.next().await? {
             let mut to_query = vec![];
             for count in step.into_iter().filter(&wanted) {
+                if caller_of_strikes(&count.key).is_some() {
+                    continue;
+                }
                 let mut known: Vec<&Policy> = self
                     .policies
                     .iter()

@@ -50,6 +50,8 @@ async fn run(args: &Args) -> Result<String, Box<dyn Error>> {
         Command::Top => Counts::open(args)?.top().await,
         Command::Caller { caller } => Counts::open(args)?.caller(caller).await,
         Command::Reset { caller } => Counts::open(args)?.reset(caller).await,
+        Command::Block { caller, time } => Counts::open(args)?.block(caller, Some(*time)).await,
+        Command::Unblock { caller } => Counts::open(args)?.block(caller, None).await,
         Command::Policies => Counts::open(args)?.policies().await,
         Command::Completions { shell } => Ok(completions(*shell)),
     }

@@ -25,15 +25,16 @@ mod with_tls;
 use std::convert::Infallible;
 use std::fs;
 use std::process::Command;
+use std::time::Duration;
 
 use http::{Request, Response};
 use serde_json::Value;
 use tempfile::TempDir;
 use tower::{Layer, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
-use tower_redis_ratelimit::{Key, Policies, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, Policies, Policy, RateLimitLayer, Strategy};
 
 use crate::support::{RedisServer, until};
 use crate::with_tls::{Authority, TlsServer};
@@ -584,6 +585,77 @@ async fn dry_runs_are_marked() {
         rows[2].starts_with("ann (dry run) ") && rows[2].contains(" trial "),
         "{rows:?}"
     );
+}
+
+/// An operator's block reaches a running service, and its end also ends the strikes.
+#[tokio::test]
+async fn callers_are_blocked_and_unblocked() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let ann = Key::new("ann");
+    let hour = Duration::from_secs(3_600);
+    let limiter = Limiter::new(service.store.clone(), bucket("api", "1/h"));
+    let limiter = limiter.block_after("3/h", hour).unwrap();
+    let is_blocked = async || limiter.peek(ann, 0).await.unwrap().source() == Source::Blocked;
+
+    let printed = service.inspect(&["block", "ann", "24h"]);
+    let of_each = ["api", "api.v2", "daily"].map(|name| format!("blocked ann under `{name}`\n"));
+    assert_eq!(printed, of_each.concat());
+    until("the service has learned the block", is_blocked).await;
+    let rest = limiter.peek(ann, 0).await.unwrap().retry_after().unwrap();
+    assert!(rest > 23 * hour && rest <= 24 * hour, "{rest:?}");
+    service.inspect(&["unblock", "ann"]);
+    until("the service has learned the end", async || {
+        !is_blocked().await
+    })
+    .await;
+
+    for _ in 0..4 {
+        let _ = limiter.take(ann, 1).await.unwrap();
+    }
+    until("the strikes block", is_blocked).await;
+    // The strikes are no counts of their own.
+    let rows = service.inspect(&["caller", "ann"]);
+    assert_eq!(rows.lines().count(), 2, "{rows}");
+    service.inspect(&["unblock", "ann"]);
+    until("the service has learned the end", async || {
+        !is_blocked().await
+    })
+    .await;
+    let keys: Vec<String> = server.command("KEYS *~hit*").await;
+    assert_eq!(keys, [""; 0]);
+}
+
+#[test]
+fn blocks_need_a_policy_a_caller_and_a_time() {
+    let url = "redis://127.0.0.1:1/";
+    for (args, expected) in [
+        (
+            &["--url", url, "block", "ann", "1h"][..],
+            "name it by --policy, or use --settings",
+        ),
+        (
+            &[
+                "--url", url, "--policy", "api 1/s", "block", "#684888", "1h",
+            ],
+            "name the caller",
+        ),
+        (
+            &["--url", url, "block", "ann", "0s"],
+            "a block of 0s is out of range",
+        ),
+        (
+            &["--url", url, "block", "ann", "367d"],
+            "use 1 second to 366 days",
+        ),
+        (
+            &["--url", url, "block", "ann", "soon"],
+            "it does not begin with a whole number",
+        ),
+    ] {
+        let (_, _, error) = exit(args);
+        assert!(error.contains(expected), "{args:?}: {error}");
+    }
 }
 
 /// Runs the program, and returns its exit code, output and error message.

@@ -14,6 +14,7 @@
 //! |---|---|
 //! | `extract`, `missing` | the key of a request, or the reason for a missing key |
 //! | `select` | what finds the policies of a request |
+//! | `blocking` | blocked callers, and the denials that block them |
 //! | `settings` | the plain settings of a layer |
 //! | `wait` | how long requests wait in a queue instead of being denied |
 //! | `shadows` | checks that are not enforced |
@@ -24,6 +25,7 @@
 //! shadow is checked in addition to the enforced policies, under a separate key. In a dry run the
 //! layer's own policies are checked only in this way, under the caller's key.
 
+mod blocking;
 mod extract;
 mod missing;
 mod notifier;
@@ -49,15 +51,20 @@ pub use select::{PolicySelector, policies_fn};
 pub use settings::OnError;
 pub(crate) use wait::Wait;
 
+pub(crate) use blocking::{Blocking, denial};
 pub(crate) use notifier::Notifier;
+pub(crate) use settings::Enforcement;
 
+use self::blocking::KeyOf;
 use self::settings::Settings;
 use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::leases::without_block;
-use crate::limit::{Charge, Check, Decision, Extra, Key, KeyForms, Mode, Policies, RateLimited};
+use crate::limit::{
+    BlockAfter, Charge, Check, Decision, Extra, Key, KeyForms, Mode, Policies, RateLimited,
+};
 use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
@@ -173,6 +180,26 @@ impl<S, R> Gate<S, R> {
         self.settings.shadows.push(selector);
     }
 
+    /// Enforces blocks, which `rule` begins. `key_of` returns the blocked key; `None` for the counted key.
+    pub(crate) fn block(&mut self, rule: Option<BlockAfter>, key_of: Option<Arc<KeyOf<R>>>)
+    where
+        S: Store,
+    {
+        let blocking = Blocking::new(&self.store, rule);
+        self.settings.blocking = Some(match key_of {
+            Some(key_of) => blocking.by(key_of),
+            None => blocking,
+        });
+        if self.settings.enforcement == Enforcement::Plain {
+            self.settings.enforcement = Enforcement::WithBlocks;
+        }
+    }
+
+    /// Returns `true` if the layer rejects nothing.
+    fn is_dry_run(&self) -> bool {
+        self.settings.enforcement == Enforcement::DryRun
+    }
+
     /// Enables settlement of the requests' reservations.
     pub(crate) fn settle(&mut self) {
         self.holds = Holds::Charge;
@@ -185,7 +212,7 @@ impl<S, R> Gate<S, R> {
 
     /// Returns `true` if the layer has checks that are not enforced. Most layers have none.
     fn has_shadows(&self) -> bool {
-        self.settings.dry_run || !self.settings.shadows.is_empty()
+        self.is_dry_run() || !self.settings.shadows.is_empty()
     }
 
     /// Checks that this layer can enforce the policies that are set at startup.
@@ -233,11 +260,47 @@ impl<S: Store, R: 'static> Gate<S, R> {
             self.examine(extractor, request);
         }
         let extracted = extractor.extract_for(request, &self.notifier);
-        if self.settings.dry_run {
-            return self.exempt(request, extracted);
+        match self.settings.enforcement {
+            Enforcement::Plain => {}
+            Enforcement::WithBlocks => return self.admit_unless_blocked(request, extracted),
+            Enforcement::DryRun => return self.exempt(request, extracted),
         }
         // Before the key is required: the selector may exempt a request without a key.
-        let Some(selected) = self.policies.find(request, extracted.as_ref().ok()) else {
+        let selected = self.policies.find(request, extracted.as_ref().ok());
+        self.admit_under(request, extracted, selected)
+    }
+
+    /// Denies a blocked caller, and admits others as usual.
+    #[inline(never)]
+    fn admit_unless_blocked(
+        &self,
+        request: &R,
+        extracted: Result<Key, MissingKey>,
+    ) -> Admission<S::Future> {
+        let selected = self.policies.find(request, extracted.as_ref().ok());
+        // Also starts the task again if its runtime has shut down.
+        self.store.backend().sync_blocks();
+        if let (Some(policies), Ok(key)) = (&selected, &extracted)
+            && let Some(blocking) = &self.settings.blocking
+            && let Some(rest) = blocking.rest(request, key, policies)
+        {
+            let check = self.check(*key, policies, request, None);
+            let denied = denial(&check, rest, self.settings.forbids_blocked);
+            let question = self.question(&check, None);
+            return Admission::Decided(self.deny(&question, denied));
+        }
+        self.admit_under(request, extracted, selected)
+    }
+
+    /// Sends the check under the policies of a request, if it has any.
+    #[inline(always)]
+    fn admit_under(
+        &self,
+        request: &R,
+        extracted: Result<Key, MissingKey>,
+        selected: Option<Cow<'_, Policies>>,
+    ) -> Admission<S::Future> {
+        let Some(selected) = selected else {
             return self.exempt(request, extracted);
         };
         let key = match extracted {
@@ -443,6 +506,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         policies: &Policies,
         refusal: NoPermit,
     ) -> Admitted<S::Future> {
+        if let NoPermit::Full(denied) = refusal {
+            // The store may allow it, so this is no strike.
+            return self.deny(&question, denied);
+        }
         let answer = refusal.into_answer();
         if answer.is_err() && self.settings.on_error == OnError::Allow {
             // The request passes uncounted. The renewals take its slot.
@@ -450,6 +517,24 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.answered(&answer);
         }
         self.conclude(request, question, None, answer)
+    }
+
+    /// Rejects a request that the store has not denied, and notifies the observer.
+    #[cold]
+    fn deny(&self, question: &Question, denied: Decision) -> Admitted<S::Future> {
+        self.report(question, &Ok(denied.clone()));
+        Err(Refusal::Denied(denied))
+    }
+
+    /// Notifies the observer. By default there is only a log, which needs denials and errors.
+    #[inline]
+    fn report(&self, question: &Question, answer: &Result<Decision, StoreError>) {
+        if self.notifier.is_notified(answer) {
+            let Question {
+                key, cost, since, ..
+            } = question;
+            self.notifier.answered(key, *cost, *since, answer, false);
+        }
     }
 
     /// Admits or rejects by the final decision, and notifies the observer. A request that has waited was `charged` by its
@@ -462,16 +547,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
         charged: Option<Charge>,
         answer: Result<Decision, StoreError>,
     ) -> Admitted<S::Future> {
-        // Usually there is no observer, and the default one needs denials and errors only.
-        if self.notifier.is_notified(&answer) {
-            let Question {
-                key, cost, since, ..
-            } = &question;
-            self.notifier.answered(key, *cost, *since, &answer, false);
-        }
+        self.report(&question, &answer);
         let decision = match answer {
             Ok(decision) if decision.is_allowed() => Some(decision),
-            Ok(denied) => return Err(Refusal::Denied(denied)),
+            Ok(denied) => {
+                if let Some(blocking) = &self.settings.blocking {
+                    blocking.denied(request, &question.key, &denied, &self.ops);
+                }
+                return Err(Refusal::Denied(denied));
+            }
             Err(error) if self.settings.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
             }
@@ -523,8 +607,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
         match &key {
             // The decision of a dry run is reported.
-            Ok(_) if self.settings.dry_run => {}
-            Err(missing) if self.settings.dry_run => {
+            Ok(_) if self.is_dry_run() => {}
+            Err(missing) if self.is_dry_run() => {
                 self.notifier.uncounted(missing.reason(), true);
             }
             _ => self.notifier.uncounted(UncountedReason::Exempt, true),

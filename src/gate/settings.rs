@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{OnMissingKey, Selector};
+use super::{Blocking, OnMissingKey, Selector};
 use crate::limit::{Key, Policies, words};
 
 /// Declares the settings. `Clone` and `Default` are not derived, since a request of the type `R` need not have them.
@@ -31,8 +31,12 @@ macro_rules! settings {
 settings! {
     /// Policies that are checked but not enforced, in addition to the enforced ones.
     shadows: Vec<Selector<R>>,
-    /// Whether the enforced policies are not enforced either.
-    dry_run: bool,
+    /// How the layer's own policies are enforced.
+    enforcement: Enforcement,
+    /// The blocks of callers, unless it is a dry run.
+    blocking: Option<Blocking<R>>,
+    /// Whether a blocked caller gets a 403 instead of a 429.
+    forbids_blocked: bool,
     /// Selects exempt requests: they pass without a key or a check.
     skip: Option<Arc<dyn Fn(&R) -> bool + Send + Sync>>,
     /// The cost of a request under its policies.
@@ -43,6 +47,17 @@ settings! {
     id: Option<Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>>,
     on_error: OnError,
     on_missing_key: OnMissingKey,
+}
+
+/// How the policies of a layer are enforced. One value, so that a plain layer compares once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Enforcement {
+    #[default]
+    Plain,
+    /// A blocked caller is denied without a check.
+    WithBlocks,
+    /// Nothing is denied.
+    DryRun,
 }
 
 /// Whether to reject a request that the store could not decide. As text: `reject` or `allow`.

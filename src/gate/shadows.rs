@@ -70,7 +70,7 @@ impl<D> Shadows<D> {
                 has_ended: false,
             },
         };
-        if gate.settings.dry_run {
+        if gate.is_dry_run() {
             // It uses the caller's own key, so enforcement continues its counts.
             shadows.ask(gate, request, (key, id), &gate.policies);
         }

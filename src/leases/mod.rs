@@ -39,10 +39,12 @@ pub use self::future::LeasedFuture;
 pub(crate) use self::leasable::{has_lease, is_leasable, without_block};
 
 use self::inner::SharedLeases;
+use crate::blocks::Blocks;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{
-    Answer, Backend, Health, Hooks, Share, Store, StoreError, Unreconciled, Waiters, Withdraw,
+    Answer, Backend, BlocksSent, Health, Hooks, Share, Store, StoreError, Unreconciled, Waiters,
+    Withdraw,
 };
 
 /// A store wrapper that answers busy callers from memory and never grants more than the quota.
@@ -210,6 +212,18 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn waiters(&self) -> Option<Waiters> {
         self.inner.store.backend().waiters()
+    }
+
+    fn blocks(&self) -> Option<Blocks> {
+        self.inner.store.backend().blocks()
+    }
+
+    fn sync_blocks(&self) {
+        self.inner.store.backend().sync_blocks();
+    }
+
+    fn send_blocks(&self) -> BlocksSent {
+        self.inner.store.backend().send_blocks()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -118,6 +118,9 @@ impl Key {
     /// the caller. Short enough that the tuple with a hashed key is not hashed again.
     pub(crate) const SHADOW: Self = Self::reserved(b"~try");
 
+    /// Combined in a tuple with the caller's key, the key of the caller's strikes.
+    pub(crate) const STRIKES: Self = Self::reserved(b"~hit");
+
     /// Creates a key from the caller's own bytes, such as the name of a user. A number is `Key::from(42)`.
     pub fn new(bytes: impl IsBytes) -> Self {
         let bytes = bytes.as_ref();

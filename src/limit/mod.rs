@@ -3,6 +3,7 @@
 //! `now` is always an argument. Stores call this module; it calls no store.
 
 mod answered;
+mod block_after;
 mod calendar;
 mod charge;
 mod check;
@@ -25,6 +26,7 @@ mod span;
 mod strategy;
 mod words;
 
+pub use block_after::BlockAfter;
 pub use calendar::{Calendar, Weekday};
 pub use check::Check;
 pub(crate) use check::{Extra, SentBy};

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::Decision;
+use super::{Decision, Source};
 
 /// The error of a denied call or reservation: nothing was charged, and no inner service was called.
 ///
@@ -47,6 +47,12 @@ impl fmt::Display for RateLimited {
         match self.retry_after() {
             Some(wait) if policy.is_pause() => {
                 write!(f, "calls are paused ({name}); try again in {wait:?}")
+            }
+            Some(_) if self.decision.source() == Source::Forbidden => {
+                write!(f, "calls are blocked ({name})")
+            }
+            Some(wait) if self.decision.source() == Source::Blocked => {
+                write!(f, "calls are blocked ({name}); try again in {wait:?}")
             }
             Some(wait) => {
                 let left = self.decision.remaining() > 0;

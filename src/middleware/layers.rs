@@ -3,14 +3,16 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::request::Parts;
 use tower_layer::Layer;
 
 use super::call_limit::{CallLimit, CallLimitLayer};
 use super::rate_limit::{RateLimit, RateLimitLayer, Settled, SettledLayer};
-use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
-use crate::limit::{Key, Policies};
+use crate::error::ConfigError;
+use crate::gate::{Enforcement, Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
+use crate::limit::{BlockAfter, Key, Policies, Quota};
 use crate::observe::Observer;
 use crate::store::Store;
 
@@ -184,7 +186,7 @@ macro_rules! layer {
             /// each request is charged twice, and no observer is notified: use [`shadow`](Self::shadow) instead.
             #[must_use]
             pub fn dry_run(self) -> Self {
-                self.change(|gate| gate.settings.dry_run = true)
+                self.change(|gate| gate.settings.enforcement = Enforcement::DryRun)
             }
 
             /// Adds policies in dry-run mode, in addition to the enforced ones. May be called repeatedly.
@@ -207,6 +209,116 @@ macro_rules! layer {
             #[must_use]
             pub fn shadow(self, policies: impl PolicySelector<$head>) -> Self {
                 self.change(|gate| gate.shadow(policies))
+            }
+
+            /// Blocks a caller who is denied too often: after the `strikes`, such as 20 per minute, every request is denied for
+            /// `time`, 1 second to 366 days, by every instance within a second.
+            ///
+            /// ```
+            /// use std::time::Duration;
+            /// # use tower_redis_ratelimit::extract::Global;
+            /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+            ///
+            /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+            /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+            /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
+            ///     .block_after("20/min", Duration::from_secs(600))?;
+            /// # let _ = layer;
+            /// # Ok(())
+            /// # }
+            /// ```
+            ///
+            /// - **A strike** is a request that this layer denies, also from memory. No strikes are
+            ///   denials while the caller is blocked, which do not extend the block, dry runs, shadows, requests whose cost
+            ///   exceeds the burst, and requests that the store could not decide.
+            /// - **Each instance adds up the strikes of a caller**, sends them every 200 ms, and begins the block when the store
+            ///   has counted enough of them: at most 300 ms after the last strike, if the store is healthy. The strikes of
+            ///   the last 200 ms are lost with the process. The count is a sliding log: it forgets each strike after the period. If a
+            ///   block ends earlier than that, the next denial may begin another one.
+            /// - **A blocked request** is denied in memory, without a check of policies, leases and queues. The decision's source
+            ///   is [`Source::Blocked`](crate::check::Source::Blocked), and its wait is the rest of the block. Over HTTP it is a 429, or
+            ///   [a 403](Self::forbid_blocked). A request that waits already keeps its place.
+            /// - **The caller is the layer's key under the layer's first policy.** Layers and [limiters](crate::Limiter::block) with a first policy
+            ///   of that name share the blocks of a store. If clients choose the key, such as a login's user name, anyone can get
+            ///   anyone blocked: use [`block_after_by`](Self::block_after_by).
+            /// - **In an outage** the known blocks hold. New ones hold in their own instance, and are sent afterwards. Under a
+            ///   [share](crate::store::Share) of the strikes, an instance blocks after its share of them.
+            /// - **Memory.** At most 65,536 callers are blocked; beyond that, the block that ends first is dropped. A
+            ///   [`RedisStore`](crate::RedisStore) keeps all blocks of its prefix in memory, and reads the changes twice a
+            ///   second, in a task on the runtime that first needed it. A custom store has blocks per layer.
+            /// - **The Redis user** needs `+zadd +zrem +zcard +zscore +zpopmin +zrangebyscore +zrevrange +pexpireat` for it.
+            ///
+            /// Replaces an earlier [`block_after_by`](Self::block_after_by) and [`with_blocks`](Self::with_blocks). Defaults to no
+            /// blocks.
+            ///
+            /// # Errors
+            ///
+            /// As [`BlockAfter::new`](crate::reject::BlockAfter::new).
+            #[doc(alias("ban", "fail2ban", "penalty"))]
+            pub fn block_after(
+                self,
+                strikes: impl TryInto<Quota, Error: Into<ConfigError>>,
+                time: Duration,
+            ) -> Result<Self, ConfigError>
+            where
+                S: Store,
+            {
+                let rule = BlockAfter::new(strikes, time)?;
+                Ok(self.change(|gate| gate.block(Some(rule), None)))
+            }
+
+            /// Like [`block_after`](Self::block_after), but blocks by a separate key, which callers cannot choose: their verified address,
+            /// or the id of the user after a login. A request without such a key is never
+            /// blocked, and its denial is no strike.
+            ///
+            /// ```
+            /// use std::time::Duration;
+            /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, Strategy};
+            /// use tower_redis_ratelimit::extract::{HeaderKey, PeerIp};
+            /// use tower_redis_ratelimit::RateLimitLayer;
+            ///
+            /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+            /// # let policy = Policy::new("login", Strategy::SlidingLog, Quota::per_minute(5))?;
+            /// // Five attempts per user name. A client with 20 denials is blocked by its address, under any user name.
+            /// let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-user-name")?, policy)
+            ///     .block_after_by(PeerIp, "20/min", Duration::from_secs(600))?;
+            /// # let _ = layer;
+            /// # Ok(())
+            /// # }
+            /// ```
+            ///
+            /// # Errors
+            ///
+            /// As [`block_after`](Self::block_after).
+            pub fn block_after_by(
+                self,
+                extractor: impl KeyExtractor<$head>,
+                strikes: impl TryInto<Quota, Error: Into<ConfigError>>,
+                time: Duration,
+            ) -> Result<Self, ConfigError>
+            where
+                S: Store,
+            {
+                let rule = BlockAfter::new(strikes, time)?;
+                let key_of = Arc::new(move |request: &$head| extractor.extract(request).ok());
+                Ok(self.change(|gate| gate.block(Some(rule), Some(key_of))))
+            }
+
+            /// Enforces the blocks of [`Limiter::block`](crate::Limiter::block) and of other layers. Denials by this layer begin
+            /// no block. Included in [`block_after`](Self::block_after).
+            #[must_use]
+            pub fn with_blocks(self) -> Self
+            where
+                S: Store,
+            {
+                self.change(|gate| gate.block(None, None))
+            }
+
+            /// Rejects blocked callers by a 403 without `Retry-After` instead of a 429, and gRPC calls by `PERMISSION_DENIED` without
+            /// `RetryInfo`. The decision's source is [`Source::Forbidden`](crate::check::Source::Forbidden).
+            #[must_use]
+            pub fn forbid_blocked(self) -> Self {
+                self.change(|gate| gate.settings.forbids_blocked = true)
             }
 
             /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]:

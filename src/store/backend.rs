@@ -1,9 +1,11 @@
 use std::fmt;
+use std::future::{Future, ready};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Health, Waiters};
+use crate::blocks::Blocks;
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 use crate::observe::Observer;
@@ -63,6 +65,19 @@ pub(crate) trait Hooks {
         None
     }
 
+    /// Returns the blocked callers of the store. `None`: each layer has its own.
+    fn blocks(&self) -> Option<Blocks> {
+        None
+    }
+
+    /// Starts the task that shares the [blocks](Self::blocks) with the other instances, unless it runs.
+    fn sync_blocks(&self) {}
+
+    /// Sends the changes of the [blocks](Self::blocks) now.
+    fn send_blocks(&self) -> BlocksSent {
+        Box::pin(ready(Ok(())))
+    }
+
     /// Returns the address of the server that decides a caller's checks, without user and password.
     /// A [`Fallback`](crate::Fallback) names it in the error when the deadline has passed.
     fn server(&self, _key: &Key) -> Option<String> {
@@ -105,6 +120,9 @@ pub(crate) trait Hooks {
     /// observer that is set is kept.
     fn observe(&self, _observer: &Arc<dyn Observer>) {}
 }
+
+/// Resolves when the store has the changes of its blocks.
+pub(crate) type BlocksSent = Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send>>;
 
 /// The local grants that a [`Fallback`](crate::Fallback) has not charged to its primary store yet.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -194,6 +212,21 @@ impl<'a, F> Backend<'a, F> {
     /// See [`Hooks::waiters`].
     pub(crate) fn waiters(self) -> Option<Waiters> {
         self.hooks.waiters()
+    }
+
+    /// See [`Hooks::blocks`].
+    pub(crate) fn blocks(self) -> Option<Blocks> {
+        self.hooks.blocks()
+    }
+
+    /// See [`Hooks::sync_blocks`].
+    pub(crate) fn sync_blocks(self) {
+        self.hooks.sync_blocks();
+    }
+
+    /// See [`Hooks::send_blocks`].
+    pub(crate) fn send_blocks(self) -> BlocksSent {
+        self.hooks.send_blocks()
     }
 
     /// See [`Hooks::server`].
@@ -312,6 +345,20 @@ mod tests {
             Some(self.1.clone())
         }
 
+        fn blocks(&self) -> Option<Blocks> {
+            lock(&self.0).push("blocks");
+            None
+        }
+
+        fn sync_blocks(&self) {
+            lock(&self.0).push("sync");
+        }
+
+        fn send_blocks(&self) -> BlocksSent {
+            lock(&self.0).push("send");
+            Box::pin(ready(Ok(())))
+        }
+
         fn server(&self, _: &Key) -> Option<String> {
             Some("10.0.0.1:6379".to_owned())
         }
@@ -355,7 +402,13 @@ mod tests {
         assert_eq!(backend.health(), Health::Failing);
         backend.warm(&Key::GLOBAL, &decision);
         backend.observe(&(Arc::new(()) as Arc<dyn Observer>));
-        assert_eq!(std::mem::take(&mut *lock(&hooked.0)), ["warm", "observe"]);
+        drop(backend.blocks());
+        backend.sync_blocks();
+        drop(backend.send_blocks());
+        assert_eq!(
+            std::mem::take(&mut *lock(&hooked.0)),
+            ["warm", "observe", "blocks", "sync", "send"]
+        );
     }
 
     #[test]

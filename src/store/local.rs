@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::{Answer, Backend, Hooks, Store, Waiters};
+use crate::blocks::Blocks;
 use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
@@ -68,6 +69,7 @@ struct SharedCounts {
     shards: Shards<Mutex<CountShard>>,
     clock: Clock,
     waiters: Waiters,
+    blocks: Blocks,
 }
 
 struct CountShard {
@@ -239,6 +241,7 @@ impl LocalStore {
                 shards,
                 clock: Clock::new(),
                 waiters: Waiters::default(),
+                blocks: Blocks::local(),
             }),
         }
     }
@@ -318,6 +321,10 @@ impl Store for LocalStore {
 impl Hooks for LocalStore {
     fn waiters(&self) -> Option<Waiters> {
         Some(self.shared.waiters.clone())
+    }
+
+    fn blocks(&self) -> Option<Blocks> {
+        Some(self.shared.blocks.clone())
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {

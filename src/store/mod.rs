@@ -43,7 +43,7 @@ pub use mock::MockStore;
 
 pub use crate::limit::Counts;
 pub use crate::waiters::Waiters;
-pub(crate) use backend::{Hooks, Unreconciled, Withdraw};
+pub(crate) use backend::{BlocksSent, Hooks, Unreconciled, Withdraw};
 pub(crate) use debt::charge_debt_of;
 pub(crate) use flush::flush;
 

@@ -22,7 +22,7 @@ pub(crate) use patience::{Notice, Patient, patient};
 pub(crate) use seed::RandomState;
 #[cfg(test)]
 pub(crate) use seed::Seed;
-pub(crate) use shards::{Digest, Shards};
+pub(crate) use shards::{Digest, Digester, Shards};
 pub(crate) use yields::yield_to_others;
 
 /// Panics like std's futures when they are polled after completion. Pending forever or completing

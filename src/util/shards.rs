@@ -94,6 +94,12 @@ impl Digester {
         Digest([h1, h2])
     }
 
+    /// The digest of bytes that are no key of a caller alone.
+    pub(crate) fn digest_of(&self, bytes: &[u8]) -> Digest {
+        let Hash128 { h1, h2 } = self.0.hash(bytes);
+        Digest([h1, h2])
+    }
+
     /// The digest of two keys, in this order.
     pub(crate) fn pair(&self, first: &Key, second: &Key) -> Digest {
         // No key contains the byte 0xff, so `a, bc` and `ab, c` differ.

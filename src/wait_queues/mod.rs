@@ -128,8 +128,10 @@ enum Reserves {
 /// The reason for a missing permit.
 #[derive(Debug, Clone)]
 pub(crate) enum NoPermit {
-    /// The wait would be too long, or too many requests wait.
+    /// The wait would be too long.
     Denied(Decision),
+    /// Too many requests wait.
+    Full(Decision),
     Failed(StoreError),
 }
 
@@ -164,7 +166,7 @@ impl NoPermit {
     /// Converts it to a store's answer.
     pub(crate) fn into_answer(self) -> Result<Decision, StoreError> {
         match self {
-            Self::Denied(decision) => Ok(decision),
+            Self::Denied(decision) | Self::Full(decision) => Ok(decision),
             Self::Failed(error) => Err(error),
         }
     }
@@ -177,7 +179,9 @@ impl NoPermit {
 impl From<NoPermit> for ReserveError {
     fn from(refusal: NoPermit) -> Self {
         match refusal {
-            NoPermit::Denied(decision) => Self::Denied(RateLimited::new(decision)),
+            NoPermit::Denied(decision) | NoPermit::Full(decision) => {
+                Self::Denied(RateLimited::new(decision))
+            }
             NoPermit::Failed(error) => Self::Failed(error),
         }
     }
@@ -332,10 +336,15 @@ impl QueueRef {
         let is_full = waiting >= bounds.all || of_caller >= bounds.each;
         // In an existing queue, a turn may be left for it.
         if is_full || needs_task && waiter.is_late_after(denied.as_ref(), now) {
-            return Err(NoPermit::Denied(match denied {
+            let denied = match denied {
                 Some(denied) => denied,
                 None => self.denial(existing, waiter.cost, now),
-            }));
+            };
+            return Err(if is_full {
+                NoPermit::Full(denied)
+            } else {
+                NoPermit::Denied(denied)
+            });
         }
         // Written under the lock only, so no count is lost between the load and this.
         shared.waiting.store(waiting + 1, Ordering::Release);

@@ -96,13 +96,19 @@ pub enum Source {
     /// rest of the block plus what Redis reported to remain, and
     /// [`reset_after`](Decision::reset_after) is that of the block's charge.
     Leased,
+    /// In this process, since the caller is blocked: see
+    /// [`block_after`](crate::RateLimitLayer::block_after). No policy was checked.
+    Blocked,
+    /// As [`Blocked`](Self::Blocked), in a layer or limiter with
+    /// [`forbid_blocked`](crate::RateLimitLayer::forbid_blocked): over HTTP the response is a 403.
+    Forbidden,
     /// In a [`Store`](crate::store::Store) outside of this crate, with its name, such as
     /// `"postgres"`. The name is used as a metric label.
     Other(&'static str),
 }
 
 impl Source {
-    /// Returns the name in lower case, for a metric label: `redis`, `cached`, `local`, `leased`, or
+    /// Returns the name in lower case, for a metric label: `redis`, `cached`, `local`, `leased`, `blocked`, `forbidden`, or
     /// that of another store.
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -110,6 +116,8 @@ impl Source {
             Self::Cached => "cached",
             Self::Local => "local",
             Self::Leased => "leased",
+            Self::Blocked => "blocked",
+            Self::Forbidden => "forbidden",
             Self::Other(name) => name,
         }
     }

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 pub use legacy::LegacyHeaders;
 
-use crate::limit::{Decision, Policies, Policy, Quota, Verdict};
+use crate::limit::{Decision, Policies, Policy, Quota, Source, Verdict};
 
 /// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`]
 /// for old clients, both or none.
@@ -112,6 +112,7 @@ impl Headers {
         }
         if !decision.is_allowed()
             && let Some(wait) = decision.retry_after()
+            && decision.source() != Source::Forbidden
         {
             headers
                 .entry(RETRY_AFTER)

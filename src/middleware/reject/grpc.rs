@@ -10,6 +10,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
 use super::{AFTER_FAILURE, Reason, Reject, Rejection, is_grpc};
+use crate::limit::Source;
 
 /// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients in
 /// all languages understand. Feature `tonic`.
@@ -17,6 +18,7 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection, is_grpc};
 /// | request | status | details | `grpc-retry-pushback-ms` |
 /// |---|---|---|---|
 /// | denied for now | `RESOURCE_EXHAUSTED` | `RetryInfo`, `QuotaFailure` | the wait |
+/// | blocked, in a layer with [`forbid_blocked`](crate::RateLimitLayer::forbid_blocked) | `PERMISSION_DENIED` | | -1 |
 /// | denied for ever: it costs too much | `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1 |
 /// | no store could decide | `UNAVAILABLE` | `RetryInfo`: 1 s | 1000 |
 /// | no key | `INVALID_ARGUMENT`; the message names the missing key | | -1 |
@@ -151,6 +153,9 @@ impl From<Reason<'_>> for Status {
     fn from(reason: Reason<'_>) -> Self {
         let mut details = ErrorDetails::new();
         let (code, wait) = match reason {
+            Reason::Denied(decision) if decision.source() == Source::Forbidden => {
+                (Code::PermissionDenied, None)
+            }
             Reason::Denied(decision) => {
                 for violated in decision.each().filter(|verdict| !verdict.is_allowed()) {
                     details.add_quota_failure_violation(

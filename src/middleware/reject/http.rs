@@ -4,12 +4,13 @@ use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response, StatusCode};
 
 use super::{AFTER_FAILURE, Reason, Reject, Rejection};
-use crate::limit::Decision;
+use crate::limit::{Decision, Source};
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
+/// - Blocked, in a layer with [`forbid_blocked`](crate::RateLimitLayer::forbid_blocked): 403 without `Retry-After`.
 /// - No key: 400, whose `detail` names the missing key, or 401 with `WWW-Authenticate` if the
 ///   client is [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is
 ///   misconfigured; the reason is [for the log](crate::observe::Observer::misconfigured), and in
@@ -141,6 +142,11 @@ impl HttpReject {
     /// Creates the response without the fields that `annotate` adds to a denial.
     fn respond<B: From<String>>(&self, reason: Reason<'_>) -> Response<B> {
         let (content_type, body) = match reason {
+            Reason::Denied(decision)
+                if decision.source() == Source::Forbidden && !self.has_body() =>
+            {
+                (PROBLEM, problem("about:blank", reason))
+            }
             Reason::Denied(decision) => self.denied(decision, reason),
             Reason::MissingKey(_) => (PROBLEM, problem("about:blank", reason)),
             Reason::Unavailable(_) => {
@@ -160,6 +166,11 @@ impl HttpReject {
             headers.insert(RETRY_AFTER, AFTER_FAILURE.as_secs().into());
         }
         response
+    }
+
+    /// Returns `true` if the body of a denial is set.
+    fn has_body(&self) -> bool {
+        matches!(self.denied, DeniedBody::Body(..))
     }
 
     fn denied(&self, decision: &Decision, reason: Reason<'_>) -> (HeaderValue, String) {

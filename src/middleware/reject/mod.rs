@@ -16,11 +16,12 @@ use ::http::{Method, Response, StatusCode};
 pub use self::grpc::{GrpcOr, GrpcReject};
 pub use self::http::HttpReject;
 pub use crate::gate::{OnError, OnMissingKey};
+pub use crate::limit::BlockAfter;
 
 use super::headers::{Headers, retry_after, write_quota};
 use crate::error::StoreError;
 use crate::gate::MissingKey;
-use crate::limit::{Decision, RateLimited};
+use crate::limit::{Decision, RateLimited, Source};
 use crate::settle::ReserveError;
 
 /// A rejected request, and the reason.
@@ -123,7 +124,7 @@ impl<'a> Rejection<'a> {
         self.request
     }
 
-    /// The reason as an HTTP status: 429 for a denial, 503 if no store could decide, 400 for a request without a key,
+    /// The reason as an HTTP status: 429 for a denial, 403 for a [forbidden](Source::Forbidden) one, 503 if no store could decide, 400 for a request without a key,
     /// 401 if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the [server's
     /// fault](MissingKey::is_misconfigured).
     pub fn status(&self) -> StatusCode {
@@ -137,6 +138,9 @@ const AFTER_FAILURE: Duration = Duration::from_secs(1);
 impl Reason<'_> {
     fn status(&self) -> StatusCode {
         match self {
+            Reason::Denied(decision) if decision.source() == Source::Forbidden => {
+                StatusCode::FORBIDDEN
+            }
             Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
             // A status of 4xx would blame the client.
             Reason::MissingKey(missing) if missing.is_misconfigured() => {
@@ -164,10 +168,15 @@ impl Reason<'_> {
     /// the decision: this must be fast during a flood of denials.
     fn write_to(&self, to: &mut impl fmt::Write) -> fmt::Result {
         match self {
+            Reason::Denied(decision) if decision.source() == Source::Forbidden => {
+                to.write_str("Requests are blocked.")
+            }
             Reason::Denied(decision) => match decision.retry_after() {
                 Some(wait) => {
                     if decision.policy().is_pause() {
                         to.write_str("Calls are paused")?;
+                    } else if decision.source() == Source::Blocked {
+                        to.write_str("Requests are blocked")?;
                     } else {
                         // Without formatting macros, which are slow: a flood of requests is denied with this text.
                         to.write_str("The quota of ")?;

@@ -107,8 +107,8 @@ impl ThrottleSettings {
     fn refused(&self, refusal: NoPermit, since: Option<Instant>) -> Readiness {
         let is_timed = self.max_wait.is_some();
         let answer = match refusal {
-            NoPermit::Denied(_) if !is_timed => return Readiness::pausing(),
-            NoPermit::Denied(decision) => Ok(decision),
+            NoPermit::Denied(_) | NoPermit::Full(_) if !is_timed => return Readiness::pausing(),
+            NoPermit::Denied(decision) | NoPermit::Full(decision) => Ok(decision),
             NoPermit::Failed(error) => Err(error),
         };
         self.notifier.answered(&self.key, 1, since, &answer, false);

@@ -68,10 +68,11 @@ use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::check::Partition;
 use super::{
-    Answer, Backend, Health, Hooks, Instances, LocalStore, Observer, Store, StoreError,
+    Answer, Backend, BlocksSent, Health, Hooks, Instances, LocalStore, Observer, Store, StoreError,
     Unreconciled, Waiters, Withdraw, probe,
 };
 use crate::background::TaskOwner;
+use crate::blocks::Blocks;
 use crate::limit::{Check, Key};
 use crate::observe::event;
 use crate::util::{Clock, OnceFlag};
@@ -356,6 +357,18 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     fn waiters(&self) -> Option<Waiters> {
         self.partitions[0].primary.backend().waiters()
+    }
+
+    fn blocks(&self) -> Option<Blocks> {
+        self.partitions[0].primary.backend().blocks()
+    }
+
+    fn sync_blocks(&self) {
+        self.partitions[0].primary.backend().sync_blocks();
+    }
+
+    fn send_blocks(&self) -> BlocksSent {
+        self.partitions[0].primary.backend().send_blocks()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

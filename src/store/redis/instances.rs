@@ -100,9 +100,11 @@ async fn announced(inner: &Arc<SharedStore>, name: &str) -> Result<u32, StoreErr
     let node = inner.shared_node().await?;
     let call = KeyCall {
         script: &ANNOUNCE,
-        key: inner
-            .topology
-            .shared_key(&inner.settings.prefix, "instances"),
+        keys: vec![
+            inner
+                .topology
+                .shared_key(&inner.settings.prefix, "instances"),
+        ],
         args: name,
         ttl: 3 * EVERY,
     };

@@ -4,6 +4,7 @@
 //! one call; the [credentials]; the [link] to one server; the [topology], which chooses the server; and the [worker],
 //! which combines them.
 
+mod blocks;
 mod builder;
 mod credentials;
 mod instances;

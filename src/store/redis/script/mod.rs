@@ -27,6 +27,10 @@ static TAKES: Script = Script::new(wire::TAKES);
 static TAKE: Script = Script::new(wire::TAKE);
 /// Announces an instance. Returns the number of live instances.
 pub(super) static ANNOUNCE: Script = Script::new(include_str!("../../../../lua/announce.lua"));
+/// Blocks a caller, or ends a block. Returns whether that changes something.
+pub(super) static BLOCK: Script = Script::new(include_str!("../../../../lua/block.lua"));
+/// Returns the changed blocks.
+pub(super) static BLOCKS: Script = Script::new(include_str!("../../../../lua/blocks.lua"));
 /// Sets the number of partitions unless one is set. Returns the number in effect.
 pub(super) static MARKER: Script = Script::new(include_str!("../../../../lua/marker.lua"));
 
@@ -86,12 +90,12 @@ impl<C: Call> Call for &C {
     }
 }
 
-/// A call of a script with one key, which belongs to no caller.
+/// A call of a script whose keys, all in one slot, belong to no caller.
 pub(super) struct KeyCall<A> {
     pub(super) script: &'static Script,
-    pub(super) key: String,
+    pub(super) keys: Vec<String>,
     pub(super) args: A,
-    /// The last argument: the time to live of the key.
+    /// The last argument: a time to live.
     pub(super) ttl: Duration,
 }
 
@@ -106,7 +110,8 @@ impl<A: ToRedisArgs> Call for KeyCall<A> {
 
     fn command(&self, name: &str, script: &str) -> Cmd {
         let mut cmd = redis::cmd(name);
-        cmd.arg(script).arg(1).arg(&self.key).arg(&self.args);
+        cmd.arg(script).arg(self.keys.len());
+        cmd.arg(&self.keys).arg(&self.args);
         cmd.arg(self.ttl.as_millis() as u64);
         cmd
     }

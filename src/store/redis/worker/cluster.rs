@@ -113,9 +113,10 @@ impl SharedStore {
         };
         let call = KeyCall {
             script: &MARKER,
-            key: self
-                .topology
-                .shared_key(&self.settings.prefix, "partitions"),
+            keys: vec![
+                self.topology
+                    .shared_key(&self.settings.prefix, "partitions"),
+            ],
             args: (ours, usize::from(cluster.refresher.was_confirmed())),
             ttl: MARKER_KEPT,
         };

@@ -23,6 +23,8 @@ use super::queues::{
     WorkerStart, no_runtime,
 };
 use super::task::Worker;
+use crate::background::TaskOwner;
+use crate::blocks::Blocks;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
@@ -32,7 +34,7 @@ use crate::store::health::LastOutcome;
 use crate::store::redis::link::{Login, PING_INTERVAL, Times, error_of};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, NodePool, Topology};
-use crate::store::{Answer, Backend, Health, Hooks, Store, Waiters, Withdraw, probe};
+use crate::store::{Answer, Backend, BlocksSent, Health, Hooks, Store, Waiters, Withdraw, probe};
 use crate::util::{contain, instant, lock};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
@@ -148,6 +150,19 @@ impl Hooks for RedisStore {
         Some(self.inner.waiters.clone())
     }
 
+    fn blocks(&self) -> Option<Blocks> {
+        Some(self.inner.blocks.clone())
+    }
+
+    fn sync_blocks(&self) {
+        self.inner.sync_blocks();
+    }
+
+    fn send_blocks(&self) -> BlocksSent {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(async move { inner.send_block_changes().await })
+    }
+
     fn server(&self, key: &Key) -> Option<String> {
         let topology = &self.inner.topology;
         Some(topology.address(topology.node(topology.partition(key))))
@@ -196,6 +211,9 @@ pub(crate) struct SharedStore {
     queues: Mutex<NodeQueues>,
     last: LastOutcome,
     pub(crate) waiters: Waiters,
+    pub(in crate::store::redis) blocks: Blocks,
+    /// Shares `blocks` with the other instances.
+    pub(in crate::store::redis) block_syncer: TaskOwner,
 }
 
 /// Number of keys that a step of a scan examines. It blocks Redis for about half a millisecond.
@@ -224,6 +242,8 @@ impl SharedStore {
             queues: Mutex::default(),
             last: LastOutcome::default(),
             waiters: Waiters::default(),
+            blocks: Blocks::shared(),
+            block_syncer: TaskOwner::new(),
         }
     }
 

@@ -1,0 +1,366 @@
+//! Blocks in this process, on a paused clock.
+
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use http::Request;
+use tokio::time::{advance, sleep};
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::check::{Check, RateLimited, Source};
+use tower_redis_ratelimit::extract::{HeaderKey, key_fn};
+use tower_redis_ratelimit::reject::HttpReject;
+use tower_redis_ratelimit::store::{MockStore, Store};
+use tower_redis_ratelimit::wait::Wait;
+use tower_redis_ratelimit::{
+    CallLimitLayer, Key, Leased, Limiter, LocalStore, Policy, RateLimitLayer, Strategy,
+};
+
+use crate::mocks::*;
+
+const MINUTE: Duration = Duration::from_secs(60);
+/// The strikes of the requests before are counted.
+const COUNTED: Duration = Duration::from_millis(300);
+
+/// One request per second and user; three denials within a minute block for ten.
+fn blocking() -> RateLimitLayer<LocalStore, HeaderKey> {
+    layer("1/s").block_after("3/min", 10 * MINUTE).unwrap()
+}
+
+async fn statuses<S, B>(service: &S, user: &str, count: usize) -> Vec<u16>
+where
+    S: Service<Request<String>, Response = http::Response<B>, Error: std::fmt::Debug> + Clone,
+{
+    let mut statuses = vec![];
+    for _ in 0..count {
+        statuses.push(send(service, request(user)).await.status().as_u16());
+    }
+    statuses
+}
+
+#[tokio::test(start_paused = true)]
+async fn denials_block_until_the_time_has_passed() {
+    let service = limited(blocking());
+    assert_eq!(statuses(&service, "ann", 3).await, [200, 429, 429]);
+    advance(2 * COUNTED).await;
+    sleep(COUNTED).await;
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(
+        statuses(&service, "ann", 2).await,
+        [200, 429],
+        "the third strike"
+    );
+    sleep(COUNTED).await;
+    sleep(Duration::from_secs(1)).await;
+    let blocked = send(&service, request("ann")).await;
+    assert_eq!(blocked.status(), 429);
+    assert_eq!(decision(&blocked).unwrap().source(), Source::Blocked);
+    assert_eq!(field(&blocked, "retry-after"), Some("599"));
+    let body = text(blocked).await;
+    assert!(
+        body.contains("Requests are blocked. Try again in 599 s."),
+        "{body}"
+    );
+    assert_eq!(statuses(&service, "bob", 1).await, [200]);
+
+    // These denials do not extend the block.
+    for _ in 0..9 {
+        assert_eq!(statuses(&service, "ann", 5).await, [429; 5]);
+        sleep(MINUTE).await;
+    }
+    sleep(MINUTE).await;
+    assert_eq!(statuses(&service, "ann", 1).await, [200]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_denials_of_enforced_takes_are_strikes() {
+    let store = LocalStore::default();
+    let layer = || {
+        layer_with(store.clone(), "1/s")
+            .cost(by_header)
+            .block_after("1/min", MINUTE)
+            .unwrap()
+    };
+    let cost = async |service: &_, cost| send(service, costing(cost)).await.status();
+    // Shadows, dry runs in both orders, and costs above the burst.
+    let shadowed = limited(layer().shadow(gcra("shadow", "1/h")));
+    assert_eq!(cost(&shadowed, 1).await, 200);
+    assert_eq!(cost(&shadowed, 2).await, 429);
+    for dry in [
+        layer().dry_run(),
+        RateLimitLayer::dry_run(layer_with(store.clone(), "1/s"))
+            .block_after("1/min", MINUTE)
+            .unwrap()
+            .cost(by_header),
+    ] {
+        let dry = limited(dry);
+        assert_eq!(cost(&dry, 1).await, 200);
+        assert_eq!(cost(&dry, 1).await, 200);
+    }
+    // A peek.
+    let limiter = Limiter::new(store.clone(), gcra("api", "1/s"))
+        .block_after("1/min", MINUTE)
+        .unwrap();
+    let ann = Key::new("alice");
+    assert!(!limiter.peek(ann, 1).await.unwrap().is_allowed());
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(cost(&shadowed, 1).await, 200);
+    // The store cannot decide.
+    let mock = MockStore::new();
+    let failing = limited(
+        layer_with(mock.clone(), "1/s")
+            .block_after("1/min", MINUTE)
+            .unwrap(),
+    );
+    mock.fail(tower_redis_ratelimit::store::StoreError::new(
+        tower_redis_ratelimit::store::ErrorKind::Timeout,
+    ));
+    assert_eq!(statuses(&failing, "ann", 1).await, [503]);
+    mock.allow();
+    sleep(COUNTED).await;
+    assert_eq!(statuses(&failing, "ann", 1).await, [200]);
+    assert_eq!(mock.asked().len(), 2, "no strike was sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_queue_is_no_strike() {
+    let one = NonZeroUsize::MIN;
+    let layer = blocking().wait(Wait::up_to(MINUTE).total(one));
+    let service = limited(layer);
+    assert_eq!(statuses(&service, "ann", 1).await, [200]);
+    let requests = join_all((0..20).map(|_| send(&service, request("ann"))));
+    let refused = requests
+        .await
+        .iter()
+        .filter(|response| response.status() == 429)
+        .count();
+    assert_eq!(refused, 19);
+    sleep(COUNTED).await;
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(statuses(&service, "ann", 1).await, [200]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_blocks_and_unblocks() {
+    let limiter = Limiter::new(LocalStore::default(), gcra("api", "1/s"))
+        .block_after("3/min", 10 * MINUTE)
+        .unwrap();
+    let ann = Key::new("ann");
+    limiter.block(ann, MINUTE).await.unwrap();
+    limiter.block(ann, MINUTE / 2).await.unwrap();
+    let rest = |wait: Option<Duration>| wait.unwrap();
+    let denied = limiter.take(ann, 1).await.unwrap();
+    assert_eq!(
+        (denied.source(), rest(denied.retry_after())),
+        (Source::Blocked, MINUTE)
+    );
+    limiter.reset(ann).await.unwrap();
+    assert!(
+        !limiter.peek(ann, 1).await.unwrap().is_allowed(),
+        "a reset ends no block"
+    );
+    assert!(!limiter.up_to(ann, 5).await.unwrap().is_allowed());
+    assert!(
+        !limiter
+            .take_with_id(ann, 1, "7")
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    assert!(limiter.reserve(ann, 1).await.is_err());
+    assert!(limiter.reserve_within(ann, 1, 2 * MINUTE).await.is_err());
+    let waited = limiter.wait(ann, 1, 2 * MINUTE).await.unwrap();
+    assert_eq!(waited.source(), Source::Blocked, "it does not wait");
+    limiter.unblock(ann).await.unwrap();
+    assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
+
+    // The strikes end with the block.
+    for _ in 0..3 {
+        assert!(!limiter.take(ann, 1).await.unwrap().is_allowed());
+    }
+    sleep(COUNTED).await;
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(
+        limiter.take(ann, 1).await.unwrap().source(),
+        Source::Blocked
+    );
+    limiter.unblock(ann).await.unwrap();
+    assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
+    for _ in 0..2 {
+        assert!(!limiter.take(ann, 1).await.unwrap().is_allowed());
+    }
+    sleep(COUNTED).await;
+    sleep(Duration::from_secs(1)).await;
+    assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_hold_where_they_are_enforced() {
+    let store = LocalStore::default();
+    let limiter = Limiter::new(store.clone(), gcra("api", "9/s"));
+    let ann = Key::new("ann");
+    limiter.block(ann, MINUTE).await.unwrap();
+    assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
+    let enforcing = limiter.clone().with_blocks();
+    assert!(!enforcing.take(ann, 1).await.unwrap().is_allowed());
+    let service = limited(layer_with(store.clone(), "9/s").with_blocks());
+    assert_eq!(statuses(&service, "ann", 1).await, [429]);
+    assert_eq!(statuses(&service, "bob", 1).await, [200]);
+    // Another first policy has its own blocks.
+    let other = Limiter::new(store.clone(), gcra("other", "9/s")).with_blocks();
+    assert!(other.take(ann, 1).await.unwrap().is_allowed());
+    // Leased quota is not granted either.
+    let leased = Policy::new("api", Strategy::Gcra, "1000/s").unwrap();
+    let leased = leased.leased(Duration::from_millis(100)).unwrap();
+    let leasing = Limiter::new(Leased::new(store), leased).with_blocks();
+    assert_eq!(
+        leasing.take(ann, 1).await.unwrap().source(),
+        Source::Blocked
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_key_is_blocked() {
+    let by_address = key_fn(|request| request.headers.get("x-address").map(Key::new));
+    let layer = layer("1/min")
+        .block_after_by(by_address, "3/min", 10 * MINUTE)
+        .unwrap();
+    let service = limited(layer);
+    let from = |user: &str, address: &'static str| {
+        let mut request = request(user);
+        request
+            .headers_mut()
+            .insert("x-address", address.parse().unwrap());
+        request
+    };
+    for _ in 0..4 {
+        send(&service, from("ann", "evil")).await;
+    }
+    sleep(COUNTED).await;
+    let blocked = send(&service, from("bob", "evil")).await;
+    assert_eq!(decision(&blocked).unwrap().source(), Source::Blocked);
+    let denied = send(&service, from("ann", "good")).await;
+    assert_eq!(
+        decision(&denied).unwrap().source(),
+        Source::Local,
+        "ann is not blocked"
+    );
+    // Without such a key there is neither a strike nor a block.
+    for _ in 0..9 {
+        send(&service, request("ann")).await;
+    }
+    sleep(COUNTED).await;
+    let denied = send(&service, request("ann")).await;
+    assert_eq!(decision(&denied).unwrap().source(), Source::Local);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_forbidden_caller_gets_a_403() {
+    let store = LocalStore::default();
+    let limiter = Limiter::new(store.clone(), gcra("api", "1/s")).with_blocks();
+    limiter.block(Key::new("ann"), MINUTE).await.unwrap();
+    let service = limited(
+        layer_with(store.clone(), "1/s")
+            .with_blocks()
+            .forbid_blocked(),
+    );
+    let forbidden = send(&service, request("ann")).await;
+    assert_eq!(forbidden.status(), 403);
+    assert_eq!(field(&forbidden, "retry-after"), None);
+    assert_eq!(decision(&forbidden).unwrap().source(), Source::Forbidden);
+    let problem = serde_json::json!({
+        "type": "about:blank", "title": "Forbidden", "status": 403, "detail": "Requests are blocked.",
+    });
+    assert_eq!(json(forbidden).await, problem);
+
+    let forbidding = limiter.forbid_blocked();
+    let denied = forbidding.take(Key::new("ann"), 1).await.unwrap();
+    assert_eq!(HttpReject::new().response::<String>(&denied).status(), 403);
+    let error = denied.allowed().unwrap_err();
+    assert_eq!(error.to_string(), "calls are blocked (api)");
+}
+
+#[cfg(feature = "tonic")]
+#[tokio::test(start_paused = true)]
+async fn a_forbidden_call_is_not_permitted() {
+    use tower_redis_ratelimit::reject::GrpcReject;
+
+    let store = LocalStore::default();
+    let limiter = Limiter::new(store.clone(), gcra("api", "1/s"));
+    limiter.block(Key::new("ann"), MINUTE).await.unwrap();
+    let layer = || {
+        layer_with(store.clone(), "1/s")
+            .with_blocks()
+            .reject(GrpcReject::new())
+    };
+    let call = || {
+        let mut call = request("ann");
+        *call.method_mut() = http::Method::POST;
+        call.headers_mut()
+            .insert("content-type", "application/grpc".parse().unwrap());
+        call
+    };
+    let denied = send(&limited(layer()), call()).await;
+    assert_eq!(field(&denied, "grpc-status"), Some("8"));
+    assert_eq!(field(&denied, "grpc-retry-pushback-ms"), Some("60000"));
+    let forbidden = send(&limited(layer().forbid_blocked()), call()).await;
+    assert_eq!(
+        (
+            forbidden.status().as_u16(),
+            field(&forbidden, "grpc-status")
+        ),
+        (200, Some("7"))
+    );
+    assert_eq!(field(&forbidden, "grpc-retry-pushback-ms"), Some("-1"));
+    // The status and the message, without details.
+    let details = field(&forbidden, "grpc-status-details-bin");
+    assert_eq!(details, Some("CAcSFVJlcXVlc3RzIGFyZSBibG9ja2VkLg"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_are_blocked() {
+    let layer = CallLimitLayer::new(
+        LocalStore::default(),
+        |_: &&'static str| Some(Key::GLOBAL),
+        gcra("api", "1/s"),
+    )
+    .block_after("1/min", MINUTE)
+    .unwrap();
+    let service = layer.layer(service_fn(async |_: &'static str| {
+        Ok::<_, std::io::Error>(())
+    }));
+    let call = async || service.clone().oneshot("ann").await;
+    call().await.unwrap();
+    call().await.unwrap_err();
+    sleep(COUNTED).await;
+    let error = call().await.unwrap_err();
+    let denied = error.downcast_ref::<RateLimited>().unwrap();
+    assert_eq!(denied.decision().source(), Source::Blocked);
+    let text = denied.to_string();
+    assert!(
+        text.starts_with("calls are blocked (api); try again in 59.9s"),
+        "{text}"
+    );
+}
+
+/// The strikes are added up: a flood of denials is a few charges.
+#[tokio::test(start_paused = true)]
+async fn strikes_are_added_up() {
+    let mock = MockStore::new();
+    mock.deny(MINUTE);
+    let service = limited(
+        layer_with(mock.clone(), "1/s")
+            .block_after("20/min", MINUTE)
+            .unwrap(),
+    );
+    assert_eq!(statuses(&service, "ann", 500).await, [429; 500]);
+    sleep(COUNTED).await;
+    let charges: Vec<Check> = mock
+        .asked()
+        .into_iter()
+        .filter(|check| check.policies()[0].quota().limit() == 20)
+        .collect();
+    assert_eq!(charges.len(), 1);
+    assert_eq!(charges[0].cost(), 500);
+    assert!(mock.flush().await);
+}

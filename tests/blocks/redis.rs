@@ -1,0 +1,202 @@
+//! Blocks of all instances, by a real `redis-server`.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{
+    Fallback, Key, Limiter, LocalStore, Policy, Quota, RedisStore, Strategy,
+};
+
+use crate::support::{RedisServer, until};
+
+const HOUR: Duration = Duration::from_secs(3_600);
+
+fn ann() -> Key {
+    Key::new("ann")
+}
+
+fn policy(quota: &str) -> Policy {
+    Policy::new("api", Strategy::SlidingLog, quota).unwrap()
+}
+
+/// An instance: three strikes within an hour block for another hour.
+async fn instance(server: &RedisServer) -> Limiter<RedisStore> {
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20));
+    let store = store.connect().await.unwrap();
+    Limiter::new(store, policy("1/d"))
+        .block_after("3/h", HOUR)
+        .unwrap()
+}
+
+async fn is_blocked<S: Store>(limiter: &Limiter<S>, key: Key) -> bool {
+    limiter.peek(key, 0).await.unwrap().source() == Source::Blocked
+}
+
+async fn until_blocked<S: Store>(limiter: &Limiter<S>, key: Key) {
+    until("the caller is blocked", || is_blocked(limiter, key)).await;
+}
+
+async fn until_unblocked<S: Store>(limiter: &Limiter<S>, key: Key) {
+    until("the caller is not blocked", async || {
+        !is_blocked(limiter, key).await
+    })
+    .await;
+}
+
+/// Denials in memory included, each of 10,000 denials over three instances is one strike.
+#[tokio::test]
+async fn a_flood_is_counted_exactly() {
+    let server = RedisServer::start();
+    let strikes = "20000/h";
+    let mut instances = vec![];
+    for _ in 0..3 {
+        let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20));
+        let store = store.connect().await.unwrap();
+        let limiter = Limiter::new(store.clone(), policy("1/d"));
+        instances.push((store, limiter.block_after(strikes, HOUR).unwrap()));
+    }
+    let mut denied = 0;
+    // 10,001 takes, of which the store grants one.
+    for round in 0..3_333 + 1 {
+        let takes = instances.iter().take(if round < 3_333 { 3 } else { 2 });
+        let takes = join_all(takes.map(|(_, limiter)| limiter.take(ann(), 1)));
+        for decision in takes.await {
+            denied += u32::from(!decision.unwrap().is_allowed());
+        }
+    }
+    assert_eq!(denied, 10_000);
+
+    let store = &instances[0].0;
+    let counted = Policy::new("api", Strategy::SlidingLog, strikes)
+        .unwrap()
+        .into();
+    let count = async || {
+        let mut scan = store.scan();
+        let mut used = 0;
+        while let Some(counts) = scan.next().await.unwrap() {
+            for count in counts {
+                if count.key.reveal() == "ann,~hit" {
+                    used = store
+                        .check(Check::peek(count.key, &counted, 0))
+                        .await
+                        .unwrap()
+                        .used();
+                }
+            }
+        }
+        used
+    };
+    until("all strikes are counted", async || count().await >= 10_000).await;
+    for (store, _) in &instances {
+        assert!(store.flush().await);
+    }
+    assert_eq!(count().await, 10_000, "none twice");
+    // A caller without a block has no key for it.
+    assert_eq!(server.command::<u64>("EXISTS rl:blocks").await, 0);
+}
+
+#[tokio::test]
+async fn strikes_of_all_instances_block_in_all() {
+    let server = RedisServer::start();
+    let (one, two) = (instance(&server).await, instance(&server).await);
+    assert!(one.take(ann(), 1).await.unwrap().is_allowed());
+    for limiter in [&one, &two, &one] {
+        assert!(!limiter.take(ann(), 1).await.unwrap().is_allowed());
+    }
+    until_blocked(&one, ann()).await;
+    until_blocked(&two, ann()).await;
+    let (first, second) = (
+        one.take(ann(), 1).await.unwrap().retry_after().unwrap(),
+        two.take(ann(), 1).await.unwrap().retry_after().unwrap(),
+    );
+    assert!(first <= HOUR && second <= HOUR && first.abs_diff(second) < Duration::from_secs(20));
+    assert!(!is_blocked(&two, Key::new("bob")).await);
+
+    // A new instance learns the block, and the end of it reaches all.
+    let three = instance(&server).await;
+    until_blocked(&three, ann()).await;
+    two.unblock(ann()).await.unwrap();
+    until_unblocked(&one, ann()).await;
+    until_unblocked(&three, ann()).await;
+    assert!(!is_blocked(&two, ann()).await);
+}
+
+#[tokio::test]
+async fn an_operator_blocks_in_all_instances() {
+    let server = RedisServer::start();
+    let (one, two) = (instance(&server).await, instance(&server).await);
+    one.block(ann(), 2 * HOUR).await.unwrap();
+    one.block(ann(), HOUR).await.unwrap();
+    two.block(ann(), HOUR).await.unwrap();
+    until_blocked(&two, ann()).await;
+    until("the later end has arrived", async || {
+        two.peek(ann(), 0).await.unwrap().retry_after() > Some(HOUR)
+    })
+    .await;
+    let ttl: i64 = server.command("PTTL rl:blocks").await;
+    assert!(ttl > 3_600_000 && ttl <= 7_200_000, "{ttl}");
+    one.reset(ann()).await.unwrap();
+    assert!(is_blocked(&one, ann()).await);
+}
+
+/// More blocks than one reply has.
+#[tokio::test]
+async fn a_new_instance_learns_all_blocks() {
+    let server = RedisServer::start();
+    let one = instance(&server).await;
+    let key = |number: u32| Key::from(u64::from(number));
+    for number in 0..2_100 {
+        one.block(key(number), HOUR).await.unwrap();
+    }
+    let two = instance(&server).await;
+    until_blocked(&two, key(2_099)).await;
+    for number in 0..2_100 {
+        assert!(is_blocked(&two, key(number)).await, "{number}");
+    }
+    // The end of one block makes both read all of them again.
+    one.unblock(key(7)).await.unwrap();
+    until_unblocked(&two, key(7)).await;
+    until_unblocked(&one, key(7)).await;
+    assert!(is_blocked(&two, key(2_099)).await && is_blocked(&one, key(0)).await);
+}
+
+/// Known blocks hold in an outage. New ones hold where they began, and elsewhere afterwards.
+#[tokio::test]
+async fn an_outage_frees_nobody() {
+    let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
+    let instance = || {
+        let redis = RedisStore::builder(server.url()).timeout(Duration::from_secs(5));
+        let redis = redis.connect_lazy().unwrap();
+        let store = Fallback::builder(redis, LocalStore::default())
+            .deadline(Duration::from_secs(5))
+            .build();
+        let quota = Quota::per_day(1);
+        let policy = Policy::new("api", Strategy::SlidingLog, quota).unwrap();
+        Limiter::new(store, policy)
+            .block_after("3/h", HOUR)
+            .unwrap()
+    };
+    let (one, two) = (instance(), instance());
+    one.block(ann(), 2 * HOUR).await.unwrap();
+    until_blocked(&two, ann()).await;
+
+    server.kill();
+    let bob = Key::new("bob");
+    for _ in 0..4 {
+        let _ = one.take(bob, 1).await.unwrap();
+    }
+    until_blocked(&one, bob).await;
+    one.block(Key::new("eve"), HOUR).await.unwrap_err();
+    for limiter in [&one, &two] {
+        assert!(is_blocked(limiter, ann()).await);
+    }
+    assert!(is_blocked(&one, Key::new("eve")).await);
+    assert!(!is_blocked(&two, bob).await);
+
+    server.restart();
+    until_blocked(&two, bob).await;
+    until_blocked(&two, Key::new("eve")).await;
+    assert!(is_blocked(&two, ann()).await && is_blocked(&one, ann()).await);
+}
