@@ -633,7 +633,7 @@ fn a_denial_stores_no_lowered_level() {
     for strategy in gradual() {
         let slow = policies(strategy, "100000/366d burst 100000");
         let fast = policies(strategy, "999983/30d burst 1");
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         assert!(caller.take(&slow, 100_000).is_allowed());
         assert!(!caller.take(&fast, 1).is_allowed(), "{strategy}");
         let again = caller.decide(&Check::up_to(Key::GLOBAL, &slow, 100_000));
@@ -647,7 +647,7 @@ fn a_raised_quota_drains_any_level() {
     for strategy in buckets() {
         let slow = policies(strategy, "100/d burst 3000");
         let fast = policies(strategy, "1000/d");
-        let mut caller = Caller::new();
+        let mut caller = ChangedCaller::new();
         assert!(caller.take(&slow, 3_000).is_allowed());
         let denied = caller.take(&fast, 1);
         let wait = denied.retry_after().unwrap();
