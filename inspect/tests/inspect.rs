@@ -605,7 +605,10 @@ async fn callers_are_blocked_and_unblocked() {
     let rest = limiter.peek(ann, 0).await.unwrap().retry_after().unwrap();
     assert!(rest > 23 * hour && rest <= 24 * hour, "{rest:?}");
     service.inspect(&["unblock", "ann"]);
-    until("the service has learned the end", async || !is_blocked().await).await;
+    until("the service has learned the end", async || {
+        !is_blocked().await
+    })
+    .await;
 
     for _ in 0..4 {
         let _ = limiter.take(ann, 1).await.unwrap();
@@ -615,7 +618,10 @@ async fn callers_are_blocked_and_unblocked() {
     let rows = service.inspect(&["caller", "ann"]);
     assert_eq!(rows.lines().count(), 2, "{rows}");
     service.inspect(&["unblock", "ann"]);
-    until("the service has learned the end", async || !is_blocked().await).await;
+    until("the service has learned the end", async || {
+        !is_blocked().await
+    })
+    .await;
     let keys: Vec<String> = server.command("KEYS *~hit*").await;
     assert_eq!(keys, [""; 0]);
 }
@@ -624,11 +630,28 @@ async fn callers_are_blocked_and_unblocked() {
 fn blocks_need_a_policy_a_caller_and_a_time() {
     let url = "redis://127.0.0.1:1/";
     for (args, expected) in [
-        (&["--url", url, "block", "ann", "1h"][..], "name it by --policy, or use --settings"),
-        (&["--url", url, "--policy", "api 1/s", "block", "#684888", "1h"], "name the caller"),
-        (&["--url", url, "block", "ann", "0s"], "a block of 0s is out of range"),
-        (&["--url", url, "block", "ann", "367d"], "use 1 second to 366 days"),
-        (&["--url", url, "block", "ann", "soon"], "it does not begin with a whole number"),
+        (
+            &["--url", url, "block", "ann", "1h"][..],
+            "name it by --policy, or use --settings",
+        ),
+        (
+            &[
+                "--url", url, "--policy", "api 1/s", "block", "#684888", "1h",
+            ],
+            "name the caller",
+        ),
+        (
+            &["--url", url, "block", "ann", "0s"],
+            "a block of 0s is out of range",
+        ),
+        (
+            &["--url", url, "block", "ann", "367d"],
+            "use 1 second to 366 days",
+        ),
+        (
+            &["--url", url, "block", "ann", "soon"],
+            "it does not begin with a whole number",
+        ),
     ] {
         let (_, _, error) = exit(args);
         assert!(error.contains(expected), "{args:?}: {error}");
