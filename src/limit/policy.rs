@@ -89,10 +89,9 @@ impl Policy {
     ///
     /// Returns an error if the name is empty, longer than 64 bytes, or contains a character other
     /// than ASCII letters, digits, `-`, `_`, `.` and `/`; if the quota is not
-    /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a quota per month or
+    /// [valid](Quota::is_valid), or has a burst that the strategy does not use; for a quota per month or
     /// year that the strategy does not count, and for a calendar of another unit than the quota's; for a
-    /// limit above
-    /// 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
+    /// limit above 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
     /// than 1000 cells.
     pub fn new(
         name: &str,

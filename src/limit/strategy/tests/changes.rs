@@ -626,8 +626,7 @@ fn extreme_quotas_keep_the_level() {
     }
 }
 
-/// Under the faster quota, the level has more than 2^52 ticks. If it were lowered to that, the old quota would grant the
-/// rest again.
+/// The level is above 2^52 ticks of the faster quota. A level lowered to that would let the old quota grant the rest again.
 #[test]
 fn a_denial_stores_no_lowered_level() {
     for strategy in gradual() {

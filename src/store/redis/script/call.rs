@@ -498,7 +498,7 @@ impl ScriptCall {
             if let Some(last) = check.policies().as_slice().last()
                 && last.span().is_empty()
             {
-                // Otherwise the id would be in the place of a span, and could name another count.
+                // An id in the place of a span could name another count.
                 self.keys.push(b':');
             }
             self.keys.push(b':');
