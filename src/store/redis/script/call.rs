@@ -498,7 +498,7 @@ impl ScriptCall {
             if let Some(last) = check.policies().as_slice().last()
                 && last.span().is_empty()
             {
-                // An id in the place of a span could name another count.
+                // Without it, an id could be read as a span, and name another count.
                 self.keys.push(b':');
             }
             self.keys.push(b':');
