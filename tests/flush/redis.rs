@@ -182,7 +182,7 @@ fn any_runtime_flushes_a_static_store() {
         let first = Builder::new_multi_thread().enable_all().build().unwrap();
         let [one, two] = [units(), slots()].map(|policies| Limiter::new(store.clone(), policies));
         let jobs = [&one, &two].map(|limiter| {
-            let job = first.block_on(limiter.reserve(Key::GLOBAL, 1));
+            let job = first.block_on(async { limiter.reserve(Key::GLOBAL, 1).await });
             job.unwrap()
         });
         let first = (!has_shut_down).then_some(first);

@@ -356,7 +356,8 @@ fn a_reservation_outlives_its_runtime() {
         policy(Strategy::SlidingLog, "10/h"),
     );
     let first = runtime();
-    let reserved = first.block_on(limiter.reserve(Key::GLOBAL, 10)).unwrap();
+    let reserved = first.block_on(async { limiter.reserve(Key::GLOBAL, 10).await });
+    let reserved = reserved.unwrap();
     drop(first);
     drop(reserved);
     runtime().block_on(async {
