@@ -87,13 +87,25 @@ local function meter()
     return policy(capacity, interval, ticks, period, writer)
   end
 
+  -- Returns the fastest rate of the earlier writers, or the time of the last change, and the time until which their
+  -- charges may be refunded. Returns nil if none may.
+  local function changed(policy, now)
+    if policy.tail ~= '' then
+      local mark, stop = decode(CHANGED, policy.tail)
+      if stop > now then
+        return mark, stop
+      end
+    end
+  end
+
   -- Returns the level now, and the time since which it drains, of a level at a time, under the policy that wrote it.
-  local function drained(policy, now, at, level)
+  -- `highest` is the highest level that it may have.
+  local function drained(policy, now, at, level, highest)
     local period, elapsed = policy.period, now - at
     if elapsed < 0 then
-      level, at, elapsed = min(level, policy.deepest), now, 0
+      highest, at, elapsed = policy.deepest, now, 0
     end
-    level = min(level, policy.highest)
+    level = min(level, highest)
     if period == 0 then
       level, at = level - elapsed * policy.ticks, now
     else
@@ -158,7 +170,7 @@ local function meter()
     end
     local future = at > now
     policy.expires, policy.tail, policy.is_written = expires, tail, other == policy
-    level, at = drained(other, now, at, level)
+    level, at = drained(other, now, at, level, changed(policy, now) and other.highest or other.deepest)
     if other == policy then
       return level, at, OWN, future
     end
@@ -205,17 +217,6 @@ local function meter()
   local function charge(policy, key, now, cost, level, at, by)
     level, at = written(policy, now, level, at, by)
     return level + cost * policy.interval, at, OWN
-  end
-
-  -- Returns the fastest rate of the earlier writers, or the time of the last change, and the time until which their
-  -- charges may be refunded. Returns nil if none may.
-  local function changed(policy, now)
-    if policy.tail ~= '' then
-      local mark, stop = decode(CHANGED, policy.tail)
-      if stop > now then
-        return mark, stop
-      end
-    end
   end
 
   -- Returns the ticks that have drained since a charge under this quota.

@@ -32,9 +32,18 @@ if value then
   end
 end
 if writer == own and at <= now then
-  -- The maximum is `highest` of meter.lua.
-  if level > 4503599627370496 then
-    level = 4503599627370496
+  if level > 2 * full then
+    -- The highest level is `deepest` of meter.lua.
+    local deepest = full + 86400000000 * ticks
+    if deepest > 4503599627370496 then
+      deepest = 4503599627370496
+    end
+    if deepest < 2 * full then
+      deepest = 2 * full
+    end
+    if level > deepest then
+      level = deepest
+    end
   end
   level = level - (now - at) * ticks
   if level < 0 then

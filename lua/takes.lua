@@ -60,26 +60,22 @@ for run = 1, failures and 0 or #ARGV do
       changed = { place = place, run = run, before = changed }
     else
       if expires then
+        if level > 2 * full then
+          -- The highest level is `deepest` of meter.lua.
+          local deepest = full + 86400000000 * ticks
+          if deepest > 4503599627370496 then
+            deepest = 4503599627370496
+          end
+          if deepest < 2 * full then
+            deepest = 2 * full
+          end
+          if level > deepest then
+            level = deepest
+          end
+        end
         if at > now then
           future = true
-          if level > 2 * full then
-            -- The highest level is `deepest` of meter.lua.
-            local deepest = full + 86400000000 * ticks
-            if deepest > 4503599627370496 then
-              deepest = 4503599627370496
-            end
-            if deepest < 2 * full then
-              deepest = 2 * full
-            end
-            if level > deepest then
-              level = deepest
-            end
-          end
         else
-          -- The maximum is `highest` of meter.lua.
-          if level > 4503599627370496 then
-            level = 4503599627370496
-          end
           level = level - (now - at) * ticks
           if level < 0 then
             level = 0

@@ -7,21 +7,50 @@ use axum::extract::{Request, connect_info::MockConnectInfo};
 use axum::{Router, body::Body, routing::get};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::PeerIp;
-use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::reject::BlockAfter;
+use tower_redis_ratelimit::store::{Store, StoreError};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RateLimitLayer, Strategy};
 
-/// Time of a block.
-const TIME: Duration = Duration::from_secs(3_600);
-
-fn app(store: impl Store) -> Result<Router, Box<dyn std::error::Error>> {
-    let api = Policy::new("api", Strategy::Gcra, Quota::per_second(2))?;
-    let limits = RateLimitLayer::new(store, PeerIp, api).block_after("4/min", TIME)?;
+/// Blocks by denials.
+fn app(store: impl Store, api: Policy) -> Result<Router, Box<dyn std::error::Error>> {
+    let limits =
+        RateLimitLayer::new(store, PeerIp, api).block_after("4/min", Duration::from_secs(3_600))?;
     Ok(Router::new().route("/", get(|| async {})).layer(limits))
+}
+
+/// Blocks and unblocks a caller.
+async fn by_an_operator(store: impl Store, api: Policy, key: Key) -> Result<(), StoreError> {
+    let blocks = Limiter::new(store, api).with_blocks();
+    blocks.block(key, Duration::from_secs(86_400)).await?;
+    blocks.unblock(key).await?;
+    Ok(())
+}
+
+/// The limits of a settings file.
+#[derive(serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Limits {
+    api: Policy,
+    block_after: BlockAfter,
+}
+
+fn from_settings(
+    store: impl Store,
+    limits: Limits,
+) -> Result<RateLimitLayer<impl Store, PeerIp>, Box<dyn std::error::Error>> {
+    let rule = limits.block_after;
+    let layer =
+        RateLimitLayer::new(store, PeerIp, limits.api).block_after(rule.strikes(), rule.time())?;
+    Ok(layer)
+}
+
+fn api() -> Policy {
+    Policy::new("api", Strategy::Gcra, "2/s").expect("a valid quota")
 }
 
 #[tokio::test(start_paused = true)]
 async fn too_many_denials_block_a_caller() -> Result<(), Box<dyn std::error::Error>> {
-    let app = app(LocalStore::default())?;
+    let app = app(LocalStore::default(), api())?;
     let send = async |host: u8| {
         let peer = MockConnectInfo(SocketAddr::from(([192, 0, 2, host], 4711)));
         let app = app.clone().layer(peer);
@@ -38,11 +67,35 @@ async fn too_many_denials_block_a_caller() -> Result<(), Box<dyn std::error::Err
     assert_eq!(send(7).await?, (429, 3_600));
     assert_eq!(send(8).await?, (200, 0), "another caller");
     // A blocked caller's requests do not extend the block.
-    tokio::time::sleep(TIME - Duration::from_secs(1)).await;
+    tokio::time::sleep(Duration::from_secs(3_599)).await;
     for _ in 0..5 {
         assert_eq!(send(7).await?.0, 429);
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(send(7).await?, (200, 0));
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_operator_ends_a_block() -> Result<(), Box<dyn std::error::Error>> {
+    let store = LocalStore::default();
+    let user = Key::new("user-42");
+    let blocks = Limiter::new(store.clone(), api()).with_blocks();
+    blocks.block(user, Duration::from_secs(60)).await?;
+    assert!(!blocks.take(user, 1).await?.is_allowed());
+    by_an_operator(store, api(), user).await?;
+    assert!(blocks.take(user, 1).await?.is_allowed());
+    Ok(())
+}
+
+#[test]
+fn a_file_has_the_rule() -> Result<(), Box<dyn std::error::Error>> {
+    const FILE: &str = r#"
+block-after = "20/min for 10m"
+api = { name = "api", quota = "100/s" }
+"#;
+    let limits: Limits = toml::from_str(FILE)?;
+    assert_eq!(limits.block_after.time(), Duration::from_secs(600));
+    from_settings(LocalStore::default(), limits)?;
     Ok(())
 }

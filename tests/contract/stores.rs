@@ -408,10 +408,13 @@ impl<S: Store> Caller<'_, S> {
             assert_eq!(refund.cost(), 2);
             let _ = check(refund).await;
         }
-        // A meter drains between the charge and its refund.
+        // A meter drains between the charge and its refund, and then until the next charge.
         let charged = check(Check::charge(key, &both, 5)).await.granted();
         assert!((1..=2).contains(&charged), "{:?}: {charged}", self.strategy);
-        let denied = check(Check::charge(key, &both, 1)).await;
+        let mut denied = check(Check::charge(key, &both, 1)).await;
+        if charged == 1 && denied.granted() == 1 {
+            denied = check(Check::charge(key, &both, 1)).await;
+        }
         let outcome = denied.outcome();
         assert!(matches!(outcome, Outcome::Denied { .. }), "{outcome:?}");
         for (policies, counted) in [(&self.policies, 19..=20), (&other, 34..=35)] {

@@ -401,10 +401,11 @@ impl<const LETTER: char> Meter<LETTER> {
         // After the clock went back, the level starts to drain now.
         let since = self.at.min(now);
         let elapsed = now - since;
-        let highest = if self.at > now {
-            params.deepest
-        } else {
+        // Another quota has charged more than this one can, unless another program has written the level.
+        let highest = if self.at <= now && self.changed(now).is_some() {
             params.highest
+        } else {
+            params.deepest
         };
         let level = self.level.min(highest);
         let (level, at) = if Self::in_batches(params) {

@@ -31,7 +31,7 @@ fn patient(server: &RedisServer) -> RedisStoreBuilder {
 }
 
 async fn decides(store: &RedisStore) -> bool {
-    store.check(check("ann", "10000/s")).await.is_ok()
+    store.check(check("bob", "10000/s")).await.is_ok()
 }
 
 /// Returns the users of the connections, without that of this command.
