@@ -120,6 +120,11 @@ impl Fault {
         !self.is_outage() && !self.is_unnoticed()
     }
 
+    /// Returns `true` if a connection that was opened during the fault gets no reply even after it.
+    pub const fn hangs(self) -> bool {
+        matches!(self, Self::Path(Mode::Silent | Mode::Swallow))
+    }
+
     /// Returns `true` if Redis executes all commands, and only its replies are late.
     pub const fn only_delays(self) -> bool {
         matches!(self, Self::Path(Mode::Delay(_) | Mode::Waver(..)))

@@ -98,7 +98,8 @@ impl Scene {
 ///   Redis is only slow, it was executed anyway.
 /// - If Redis fails for some instances and replies to others, those have the whole remaining limit,
 ///   and each failed instance has its part of it: all parts but one, in the worst case. The same
-///   if the machine stalls after the fault, and an instance comes back later than others wait.
+///   if an instance comes back later than others wait: the machine stalls after the fault, or a new connection hangs
+///   until its `connect_timeout`.
 ///
 /// With [leased](leased) callers, units charged ahead are added, except for callers that have used
 /// up their limits. The requests for blocks and the refunds of unspent units fail too.
@@ -364,7 +365,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     }
     // An instance that stalls may come back later than the others wait for it.
     let comes_late = sums.late_slots() > slots_before;
-    if fault.is_partial() || comes_late {
+    if fault.is_partial() || fault.hangs() || comes_late {
         let tight: u64 = CALLERS
             .iter()
             .filter(|(_, kind)| *kind == Kind::Tight)

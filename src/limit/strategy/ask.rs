@@ -371,18 +371,18 @@ macro_rules! states {
 strategies!(states);
 
 impl State {
-    /// The state of a policy that refills gradually, by its level in ticks at a time. `None` for any other policy.
+    /// The state of a policy that refills gradually, by the level in ticks that Redis has reported. `None` for any other policy.
     pub(crate) fn of_level(policy: &Policy, at: i64, level: i64) -> Option<Self> {
-        let writer = policy.params().writer;
+        let params = policy.params();
         match policy.kind() {
             PolicyKind::Rate(Strategy::TokenBucket(Refill::Greedy)) => Some(Self::TokenBucket(
-                super::TokenBucket::new(at, level, writer),
+                super::TokenBucket::reported(at, level, params),
             )),
             PolicyKind::Rate(Strategy::LeakyBucket) => Some(Self::LeakyBucket(
-                super::LeakyBucket::new(at, level, writer),
+                super::LeakyBucket::reported(at, level, params),
             )),
             PolicyKind::Rate(Strategy::Gcra) => {
-                Some(Self::Gcra(super::Gcra::new(at, level, writer)))
+                Some(Self::Gcra(super::Gcra::reported(at, level, params)))
             }
             _ => None,
         }

@@ -356,6 +356,19 @@ impl<const LETTER: char> Meter<LETTER> {
         meter
     }
 
+    /// As [`new`](Self::new), for a level that Redis has reported: earlier quotas may have charged more than this one can.
+    pub(crate) fn reported(at: i64, level: i64, params: &Params) -> Self {
+        let mut meter = Self::new(at, level, params.writer);
+        if level > params.deepest {
+            let changed = Changed {
+                mark: 0,
+                until: i64::MAX,
+            };
+            meter.set_rare(params.writer.rest, Some(changed));
+        }
+        meter
+    }
+
     fn set_rare(&mut self, rest: u64, changed: Option<Changed>) {
         self.rare = if rest == 0 && changed.is_none() {
             None

@@ -176,19 +176,10 @@ impl Dialer {
 
     /// Opens a connection. If the server does not accept its greeting, looks for the reason.
     async fn open(&self, target: &DialTarget) -> Result<Driven, StoreError> {
-        let (opened, greeted) = loop {
-            let connected = self.connect(target).await;
-            let mut opened = connected.map_err(|error| error_of(&error))?;
-            let settings = target.server.redis_settings();
-            let greeting = greet(&mut opened, settings, self.client_name.as_deref());
-            // A proxy whose server was down when it accepted the connection may never reply on it. The other instances
-            // wait for this one after an outage, but not for long, so begin again soon.
-            let greeted = patient(self.time / 8, STEPS, pin!(greeting)).await;
-            if let Ok(greeted) = greeted {
-                break (opened, greeted);
-            }
-        };
-        match greeted {
+        let connected = self.connect(target).await;
+        let mut opened = connected.map_err(|error| error_of(&error))?;
+        let name = self.client_name.as_deref();
+        match greet(&mut opened, target.server.redis_settings(), name).await {
             Ok(()) => Ok(opened),
             Err(error) if may_be_explained(&error) => {
                 drop(opened);
