@@ -86,7 +86,7 @@ impl FromStr for BlockAfter {
     /// Returns an error for text of another form, and as [`new`](Self::new).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| {
-            let problem = format_args!("{problem}; use the form `20/min for 10m`");
+            let problem = format!("{problem}; use the form `20/min for 10m`");
             ConfigError::invalid("block", text, problem)
         };
         let Some((strikes, time)) = text.split_once(" for ") else {

@@ -181,7 +181,7 @@ impl Setting for Duration {
         match duration::parse(text) {
             Ok(duration) => Ok(duration),
             Err(problem) => {
-                let problem = format_args!("{problem}; use the form `250ms`, `2s` or `15m`");
+                let problem = format!("{problem}; use the form `250ms`, `2s` or `15m`");
                 Err(ConfigError::invalid("duration", text, problem))
             }
         }

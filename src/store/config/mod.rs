@@ -269,12 +269,12 @@ settings! {
         denials: usize = 10_000;
     }
     {
-        /// See [`FallbackBuilder::deadline`]. At least a millisecond; defaults to 100 ms.
+        /// See [`FallbackBuilder::deadline`](crate::store::FallbackBuilder::deadline). At least a millisecond; defaults to 100 ms.
         #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
         deadline: Duration = Both::DEFAULT_DEADLINE;
-        /// See [`FallbackBuilder::failures`]. Defaults to 3.
+        /// See [`FallbackBuilder::failures`](crate::store::FallbackBuilder::failures). Defaults to 3.
         failures: NonZeroU32 = Both::DEFAULT_FAILURES;
-        /// See [`FallbackBuilder::share`]. Defaults to 1.
+        /// See [`FallbackBuilder::share`](crate::store::FallbackBuilder::share). Defaults to 1.
         share: ShareConfig = ShareConfig::Fixed(NonZeroU32::MIN);
         /// Number of keys that a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
         local_keys: NonZeroUsize = LocalStore::DEFAULT_KEYS;
