@@ -182,8 +182,10 @@ pub mod migrating {}
 
 /// How to choose a strategy.
 ///
+/// [block]: crate::guide::recipes#a-block-after-repeated-denials
 /// [memory]: crate::guide::sizing#memory
 /// [settling]: crate::guide::settling
+/// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
