@@ -60,6 +60,7 @@ pub mod start {}
 /// [leases]: crate::guide::leases
 /// [runbook]: crate::guide::runbook
 /// [settling]: crate::guide::settling
+/// [sold]: crate::guide::choosing#what-people-sell
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
 #[allow(
