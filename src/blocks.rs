@@ -39,12 +39,12 @@ struct BlockEnds {
 }
 
 /// A caller under a policy: the policy's name, a colon and the key. A name has no colon.
-pub(crate) type Caller = SmallVec<[u8; 104]>;
+pub(crate) type BlockedCaller = SmallVec<[u8; 104]>;
 
 /// A change by this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BlockChange {
-    pub(crate) caller: Caller,
+    pub(crate) caller: BlockedCaller,
     pub(crate) kind: BlockChangeKind,
 }
 
@@ -63,8 +63,8 @@ pub(crate) const MAX: usize = 65_536;
 pub(crate) const LONGEST: Duration = Duration::from_secs(366 * 86_400);
 
 /// Returns the caller with this key under the policy of this name.
-pub(crate) fn caller(policy: &str, key: &Key) -> Caller {
-    let mut caller = Caller::from_slice(policy.as_bytes());
+pub(crate) fn caller(policy: &str, key: &Key) -> BlockedCaller {
+    let mut caller = BlockedCaller::from_slice(policy.as_bytes());
     caller.push(b':');
     caller.extend_from_slice(key.as_bytes());
     caller
@@ -100,7 +100,7 @@ impl Blocks {
         self.rest_of(&caller(policy, key))
     }
 
-    fn rest_of(&self, caller: &Caller) -> Option<Duration> {
+    fn rest_of(&self, caller: &BlockedCaller) -> Option<Duration> {
         let digest = self.0.digester.digest_of(caller);
         let ends = self.0.ends.read().unwrap_or_else(PoisonError::into_inner);
         let end = *ends.each.get(&digest)?;
@@ -141,7 +141,7 @@ impl Blocks {
     }
 
     /// Adds the store's blocks, and replaces their ends.
-    pub(crate) fn learn(&self, blocks: &[(Caller, Instant)]) {
+    pub(crate) fn learn(&self, blocks: &[(BlockedCaller, Instant)]) {
         self.write(|ends, digester| {
             for (caller, end) in blocks {
                 ends.set(digester.digest_of(caller), *end);
@@ -150,7 +150,7 @@ impl Blocks {
     }
 
     /// Replaces all blocks with the store's blocks, and applies the unsent changes.
-    pub(crate) fn replace(&self, blocks: &[(Caller, Instant)]) {
+    pub(crate) fn replace(&self, blocks: &[(BlockedCaller, Instant)]) {
         let unsent = match &self.0.unsent {
             Some(unsent) => lock(unsent).clone(),
             None => vec![],

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
-use crate::blocks::{BlockChange, BlockChangeKind, Blocks, Caller, caller};
+use crate::blocks::{BlockChange, BlockChangeKind, BlockedCaller, Blocks, caller};
 use crate::limit::{
     BlockAfter, Check, Decision, Key, Outcome, Policies, Policy, Source, Strategy, Verdict,
 };
@@ -29,7 +29,7 @@ pub(super) type KeyOf<R> = dyn Fn(&R) -> Option<Key> + Send + Sync;
 /// The strikes of this process that were not sent yet.
 struct Strikes {
     rule: BlockAfter,
-    pending: Mutex<HashMap<Caller, Strike>>,
+    pending: Mutex<HashMap<BlockedCaller, Strike>>,
     sender: TaskOwner,
     blocks: Blocks,
 }

@@ -12,7 +12,7 @@ pub(crate) fn micros(duration: Duration) -> i64 {
 }
 
 /// A unit of durations as text.
-struct Unit {
+struct DurationUnit {
     /// The name in output.
     name: &'static str,
     /// Other names in input: a short one, the singular and the plural.
@@ -20,12 +20,12 @@ struct Unit {
     nanos: u128,
 }
 
-const fn unit(name: &'static str, words: &'static [&'static str], nanos: u128) -> Unit {
-    Unit { name, words, nanos }
+const fn unit(name: &'static str, words: &'static [&'static str], nanos: u128) -> DurationUnit {
+    DurationUnit { name, words, nanos }
 }
 
 /// The units, longest first.
-const UNITS: [Unit; 7] = [
+const UNITS: [DurationUnit; 7] = [
     unit("d", &["day", "days"], 86_400_000_000_000),
     unit("h", &["hour", "hours"], 3_600_000_000_000),
     unit("m", &["min", "minute", "minutes"], 60_000_000_000),
@@ -36,9 +36,9 @@ const UNITS: [Unit; 7] = [
 ];
 
 /// A unit of input only: as output, `7d` is part of Redis keys.
-const WEEK: Unit = unit("week", &["weeks"], 7 * UNITS[0].nanos);
+const WEEK: DurationUnit = unit("week", &["weeks"], 7 * UNITS[0].nanos);
 
-impl Unit {
+impl DurationUnit {
     /// Returns the unit with this name, or one of its other names.
     fn named(text: &str) -> Option<&'static Self> {
         UNITS
@@ -67,7 +67,7 @@ pub(super) fn split(text: &str) -> (&str, &str) {
 /// Multiplies a unit; an empty `count` is 1. The error names the problem.
 pub(super) fn times(count: &str, unit: &str) -> Result<Duration, &'static str> {
     const TOO_LONG: &str = "the duration is too long";
-    let Some(unit) = Unit::named(unit) else {
+    let Some(unit) = DurationUnit::named(unit) else {
         return Err(no_unit(unit));
     };
     let count = match count {
@@ -115,7 +115,7 @@ pub(super) fn measure(duration: Duration) -> (u128, &'static str) {
 /// Returns the duration in words, such as `minute` or `90 seconds`.
 pub(super) fn in_words(duration: Duration) -> String {
     let (count, name) = measure(duration);
-    let words = Unit::named(name).map_or(&[][..], |unit| unit.words);
+    let words = DurationUnit::named(name).map_or(&[][..], |unit| unit.words);
     match (count, words) {
         (1, [.., one, _]) => (*one).to_owned(),
         (1, _) => name.to_owned(),

@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout};
 use super::script::{BLOCK, BLOCKS, KeyCall};
 use super::worker::SharedStore;
 use crate::background::Task;
-use crate::blocks::{BlockChange, BlockChangeKind, Caller, MAX};
+use crate::blocks::{BlockChange, BlockChangeKind, BlockedCaller, MAX};
 use crate::error::{ErrorKind, StoreError};
 use crate::util::instant;
 
@@ -22,7 +22,7 @@ const PAGE: usize = 1_000;
 
 /// The changed blocks of one reply.
 struct Page {
-    blocks: Vec<(Caller, Instant)>,
+    blocks: Vec<(BlockedCaller, Instant)>,
     /// The time of the last change. `None` if nothing has changed.
     last: Option<i64>,
     /// Whether a block was ended early.
@@ -156,7 +156,7 @@ fn page_of(reply: &[String], now: Instant) -> Option<Page> {
             && let Some(end) = now.checked_add(Duration::from_millis(rest))
         {
             page.blocks
-                .push((Caller::from_slice(caller.as_bytes()), end));
+                .push((BlockedCaller::from_slice(caller.as_bytes()), end));
         }
     }
     Some(page)
@@ -207,7 +207,7 @@ mod tests {
             "1000", "api:ann", "7", "4000", "", "8", "0", "api:bob", "9e0", "0",
         ]);
         let read = read.unwrap();
-        let ann = Caller::from_slice(b"api:ann");
+        let ann = BlockedCaller::from_slice(b"api:ann");
         assert_eq!(read.blocks, [(ann, instant() + Duration::from_secs(3))]);
         assert_eq!(
             (read.last, read.has_ended, read.is_full),
