@@ -84,11 +84,7 @@ async fn the_documented_rights_are_enough() {
 async fn masters_are_recognized_without_the_role_command() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
+    server.url_with_rights(rights).await;
     let sentinel = Fake::start(server.port(), 1);
     let servers = Servers::sentinel(
         &format!("redis://limiter:hunter2@{NAME}"),

@@ -118,6 +118,13 @@ impl RedisServer {
             .expect("a connection")
     }
 
+    /// Creates the user `limiter` with these rights to the keys of the default prefix. Returns a URL with its login.
+    pub async fn url_with_rights(&self, rights: &str) -> String {
+        let user = format!("limiter on >hunter2 resetkeys ~rl:* -@all {rights}");
+        let _: String = self.command(&format!("ACL SETUSER {user}")).await;
+        format!("redis://limiter:hunter2@127.0.0.1:{}/", self.port())
+    }
+
     /// Sends one command, such as `"SCRIPT FLUSH"`.
     pub async fn command<T: redis::FromRedisValue>(&self, command: &str) -> T {
         cmd(command)

@@ -170,7 +170,7 @@ impl<R> Http<R> {
         // Clients and caches would take the denial for the answer to the request.
         let is_success = response.status().is_success() && !self.answer.denies_with_success;
         let is_call = is_grpc(head);
-        // The look-up is the dearest part, and rarely needed.
+        // Read last: a header field is the most expensive of these, and rarely needed.
         if !is_success && !is_call || is_of_grpc(response) {
             return;
         }

@@ -45,11 +45,7 @@ async fn every_part_of_a_url_applies() {
     let socket = dir.path().join("redis.sock").to_str().unwrap().to_owned();
     let server = RedisServer::start_with(&["--unixsocket", &socket]);
     let rights = "+evalsha +eval +time +mget +set +setrange +del +select";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
+    server.url_with_rights(rights).await;
     let host = format!("127.0.0.1:{}", server.port());
     for (url, database, expected) in [
         (format!("redis://{host}"), 0, "user=default"),

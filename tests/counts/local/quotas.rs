@@ -70,21 +70,25 @@ impl Callers {
         self.granted.both[quota] += u32::from(passes);
         passes
     }
+
+    /// Sends checks under the first quota until nothing remains, then one under the second, and repeats this.
+    async fn ask_greedily(mut self) -> Granted {
+        for _ in 0..25_000 {
+            if !self.come(0) {
+                let _ = self.come(1);
+            }
+            advance(Duration::from_millis(1)).await;
+        }
+        self.granted
+    }
 }
 
-/// Sends checks under the first quota until nothing remains, then one under the second, and repeats this.
 #[tokio::test(start_paused = true)]
 async fn a_greedy_client_gets_what_each_quota_grants_alone() {
     for strategy in WINDOWS {
         let quotas = ["100/m", "2/s"];
-        let mut callers = Callers::new(strategy, quotas);
-        for _ in 0..25_000 {
-            if !callers.come(0) {
-                let _ = callers.come(1);
-            }
-            advance(Duration::from_millis(1)).await;
-        }
-        let Granted { both, alone } = callers.granted;
+        let callers = Callers::new(strategy, quotas);
+        let Granted { both, alone } = callers.ask_greedily().await;
         println!("{strategy:?}, {quotas:?}: {both:?}, alone {alone:?}");
         assert_eq!(both, alone, "{strategy:?}");
         assert!(alone[0] >= 100 && alone[1] > 20, "{strategy:?}: {alone:?}");
@@ -96,14 +100,8 @@ async fn two_quotas_of_a_bucket_grant_as_the_looser() {
     for strategy in BUCKETS {
         for other in ["100/10s burst 10", "10/10s", "2/s"] {
             let quotas = ["100/10s", other];
-            let mut callers = Callers::new(strategy, quotas);
-            for _ in 0..25_000 {
-                if !callers.come(0) {
-                    let _ = callers.come(1);
-                }
-                advance(Duration::from_millis(1)).await;
-            }
-            let Granted { both, alone } = callers.granted;
+            let callers = Callers::new(strategy, quotas);
+            let Granted { both, alone } = callers.ask_greedily().await;
             println!("{strategy:?}, {quotas:?}: {both:?}, alone {alone:?}");
             let sum = both[0] + both[1];
             assert!(

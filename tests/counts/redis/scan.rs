@@ -129,17 +129,8 @@ async fn every_count_is_found_and_nothing_else() {
 async fn a_scan_needs_its_right() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
-    let store = RedisStore::connect(format!(
-        "redis://limiter:hunter2@127.0.0.1:{}/",
-        server.port()
-    ))
-    .await
-    .unwrap();
+    let url = server.url_with_rights(rights).await;
+    let store = RedisStore::connect(url).await.unwrap();
     let mut scan = store.scan();
     let error = scan.next().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Permission);
@@ -158,17 +149,8 @@ async fn a_scan_needs_its_right() {
 async fn a_failed_step_is_repeated() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del +scan";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
-    let store = RedisStore::connect(format!(
-        "redis://limiter:hunter2@127.0.0.1:{}/",
-        server.port()
-    ))
-    .await
-    .unwrap();
+    let url = server.url_with_rights(rights).await;
+    let store = RedisStore::connect(url).await.unwrap();
     let bucket = policy(Strategy::Gcra, "10/h");
     let take = Check::take(Key::new("ann"), &bucket, 1);
     assert!(store.check(take).await.unwrap().is_allowed());

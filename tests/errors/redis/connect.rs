@@ -207,17 +207,8 @@ async fn the_documented_rights_for_slots_are_enough() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let of_slots = "+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
-    let store = RedisStore::connect(format!(
-        "redis://limiter:hunter2@127.0.0.1:{}/",
-        server.port()
-    ))
-    .await
-    .unwrap();
+    let url = server.url_with_rights(rights).await;
+    let store = RedisStore::connect(url).await.unwrap();
     let refused = ask_of_slots(&store, Key::new("ann")).await;
     assert!(!refused.is_empty());
     refused
@@ -241,17 +232,8 @@ async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let of_logs = "+lrange +rpush +lset +ltrim +lrem +pexpireat";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
-    let store = RedisStore::connect(format!(
-        "redis://limiter:hunter2@127.0.0.1:{}/",
-        server.port()
-    ))
-    .await
-    .unwrap();
+    let url = server.url_with_rights(rights).await;
+    let store = RedisStore::connect(url).await.unwrap();
     for strategy in STRATEGIES {
         if strategy == Strategy::SlidingLog {
             let _: String = server
@@ -279,12 +261,7 @@ async fn the_documented_rights_are_enough() {
 async fn the_user_may_not_ping() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
-    let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
+    let url = server.url_with_rights(rights).await;
     let store = RedisStore::builder(url)
         .connections(std::num::NonZeroUsize::MIN)
         .timeout(Duration::from_secs(20))
@@ -336,12 +313,7 @@ async fn the_documented_rights_to_announce_are_enough() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let to_announce = "+zremrangebyscore +zadd +zcard +pexpire";
-    let _: String = server
-        .command(&format!(
-            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
-        ))
-        .await;
-    let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
+    let url = server.url_with_rights(rights).await;
     let (sender, mut failures) = tokio::sync::mpsc::unbounded_channel();
     let store = RedisStore::builder(url)
         .observer(Failures(sender))

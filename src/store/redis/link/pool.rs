@@ -920,6 +920,15 @@ mod tests {
         }
     }
 
+    /// Returns Redis's id of the connection that the next checkout gets.
+    async fn id_of_connection<C: Connect>(pool: &Pool<C>) -> Value {
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let command = redis::cmd("CLIENT").arg("ID").take();
+        let id = connection.ask(command, PATIENCE).await;
+        pool.give_back(connection);
+        id.unwrap()
+    }
+
     /// A checkout does not take the spare connection of an earlier epoch.
     #[tokio::test]
     async fn connections_of_an_earlier_epoch_are_replaced() {
@@ -934,13 +943,7 @@ mod tests {
             ping: PATIENCE,
         };
         let pool = Pool::new(to, 1, times);
-        let id = async || {
-            let mut connection = pool.checkout(PATIENCE).await.unwrap();
-            let command = redis::cmd("CLIENT").arg("ID").take();
-            let id = connection.ask(command, PATIENCE).await;
-            pool.give_back(connection);
-            id.unwrap()
-        };
+        let id = || id_of_connection(&pool);
         let first = id().await;
         assert_eq!(id().await, first);
         assert!(lock(&pool.spare).is_some());
@@ -961,13 +964,7 @@ mod tests {
             ping: Duration::from_millis(20),
         };
         let pool = Pool::new(to, 1, times);
-        let id = async || {
-            let mut connection = pool.checkout(PATIENCE).await.unwrap();
-            let command = redis::cmd("CLIENT").arg("ID").take();
-            let id = connection.ask(command, PATIENCE).await;
-            pool.give_back(connection);
-            id.unwrap()
-        };
+        let id = || id_of_connection(&pool);
         let first = id().await;
         time::pause();
         time::advance(PING_INTERVAL).await;
