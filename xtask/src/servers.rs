@@ -28,7 +28,11 @@ pub(crate) struct Lack {
 
 const HOST_NAMES: Lack = Lack {
     what: "its nodes have no host names",
-    tests: &["topology::cluster::healthy::nodes_have_names_or_none"],
+    tests: &[
+        "topology::cluster::healthy::nodes_have_names_or_none",
+        "topology::cluster::healthy::a_node_without_an_address_is_reported",
+        "topology::cluster::addresses::a_redirect_to_no_address_is_reported",
+    ],
 };
 
 const CLIENT_EVICTION: Lack = Lack {
