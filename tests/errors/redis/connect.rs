@@ -409,6 +409,10 @@ async fn the_database_does_not_exist() {
         let error = RedisStore::connect(url).await.unwrap_err();
         assert_helpful(&error, ErrorKind::Refused, advice);
     }
+}
+
+#[tokio::test]
+async fn a_node_of_a_cluster_has_one_database() {
     let node = RedisServer::start_with(&["--cluster-enabled", "yes"]);
     let url = format!("redis://127.0.0.1:{}/3", node.port());
     let error = RedisStore::connect(url).await.unwrap_err();
