@@ -22,7 +22,7 @@ const PERIODS: u32 = 3;
 pub(crate) enum Pattern {
     /// A fifth more than the limit, evenly spread.
     Steady,
-    /// Twice the largest burst at once, two times.
+    /// Twice the largest burst in one moment, two times.
     Burst,
     /// The limit shortly before a window of the clock ends, and again shortly after.
     Border,
@@ -155,7 +155,7 @@ fn requests(
     arrivals: Option<&[Duration]>,
 ) -> Result<Vec<Answer>, String> {
     let policy = Policy::new("play", strategy, quota).map_err(|error| error.to_string())?;
-    // Time passes only by `advance`, at once.
+    // Time passes only by `advance`, so a year takes milliseconds.
     let runtime = runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)

@@ -114,7 +114,7 @@ pub fn outage(fault: Fault, outages: &[(&str, Outage)]) -> String {
         let [before, during, after] = outage.granted;
         let well = match outage.well {
             None => format!("not in {}", time(AFTER)),
-            Some(Duration::ZERO) => "at once".to_owned(),
+            Some(Duration::ZERO) => "immediately".to_owned(),
             Some(well) => time(well),
         };
         let _ = writeln!(
