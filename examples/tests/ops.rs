@@ -291,4 +291,7 @@ fn settings_in_containers_are_valid() {
         let settings: Gateway = toml::from_str(&text).unwrap();
         assert_eq!(settings.store.share, ShareConfig::Alive, "{text}");
     }
+    // Changed limits apply while a gateway runs, and Kubernetes never replaces a file that is mounted by itself.
+    assert!(kubernetes.contains("args: [/settings/gateway.toml]"));
+    assert!(!kubernetes.contains("subPath:"));
 }
