@@ -19,6 +19,7 @@
 //! [limiter]: crate::guide::recipes#outside-of-tower
 //! [logins]: crate::guide::recipes#login-attempts-by-address-and-by-user
 //! [migrating]: crate::guide::migrating
+//! [openapi]: crate::guide::recipes#openapi
 //! [options]: crate::guide::options
 //! [pauses]: crate::guide::waiting#pauses-after-a-429
 //! [performance]: crate::guide::performance

@@ -29,6 +29,7 @@ mod log;
 mod login_attempts;
 mod mock_store;
 mod monthly_plan;
+mod openapi;
 mod paused_time;
 mod plans;
 mod polite;
