@@ -1,10 +1,50 @@
 //! The compiler's errors for wrong arguments: they contain this crate's texts, which name the fix.
 
+use std::collections::BTreeMap;
 use std::env;
-use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::LazyLock;
+
+use serde_json::Value;
+
+/// The library and its dependencies by name, compiled for its API only, as cargo reports their paths. Their folder also has other
+/// builds of them, such as those of another clone with the same target folder.
+static LIBRARIES: LazyLock<BTreeMap<String, PathBuf>> = LazyLock::new(|| {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or("cargo".into()));
+    // Build scripts depend on the variables that describe this package, so that others would have them run again.
+    for (name, _) in env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+            cargo.env_remove(&name);
+        }
+    }
+    let output = cargo
+        .args(["check", "--package", "tower-redis-ratelimit", "--lib"])
+        .args(["--all-features", "--message-format=json", "--target-dir"])
+        .arg(target)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let mut libraries = BTreeMap::new();
+    for line in String::from_utf8(output.stdout).unwrap().lines() {
+        let message: Value = serde_json::from_str(line).unwrap();
+        let files = message["filenames"].as_array().into_iter().flatten();
+        let mut files = files.filter_map(Value::as_str);
+        if let Some(file) = files.find(|file| file.ends_with(".rmeta")) {
+            let name = message["target"]["name"].as_str().unwrap();
+            libraries.insert(name.replace('-', "_"), PathBuf::from(file));
+        }
+    }
+    libraries
+});
 
 /// Returns the compiler's error for these statements, or `None` if they compile.
 fn complaint(statements: &str) -> Option<String> {
@@ -16,30 +56,25 @@ fn complaint(statements: &str) -> Option<String> {
              Ok(())
          }}"
     );
-    let (library, out) = (
-        library("tower_redis_ratelimit"),
-        tempfile::tempdir().unwrap(),
-    );
-    let mut compiler = Command::new(env::var_os("RUSTC").unwrap_or("rustc".into()))
-        .args([
-            "--edition=2024",
-            "--crate-type=lib",
-            "--emit=metadata",
-            "--out-dir",
-        ])
-        .arg(out.path())
-        .arg(format!(
-            "--extern=tower_redis_ratelimit={}",
-            library.display()
-        ))
-        .args(
-            ["http", "tower_layer", "tower_service"]
-                .map(|name| format!("--extern={name}={}", self::library(name).display())),
-        )
-        .arg(format!(
-            "-Ldependency={}",
-            library.parent().unwrap().display()
-        ))
+    let out = tempfile::tempdir().unwrap();
+    let mut compiler = Command::new(env::var_os("RUSTC").unwrap_or("rustc".into()));
+    compiler
+        .args(["--edition=2024", "--crate-type=lib", "--emit=metadata"])
+        .arg("--out-dir")
+        .arg(out.path());
+    for name in [
+        "tower_redis_ratelimit",
+        "http",
+        "tower_layer",
+        "tower_service",
+    ] {
+        let path = &LIBRARIES[name];
+        let folder = path.parent().unwrap();
+        compiler
+            .arg(format!("--extern={name}={}", path.display()))
+            .arg(format!("-Ldependency={}", folder.display()));
+    }
+    let mut compiler = compiler
         .arg("-")
         .stdin(Stdio::piped())
         .stderr(Stdio::piped())
@@ -53,25 +88,6 @@ fn complaint(statements: &str) -> Option<String> {
         .unwrap();
     let output = compiler.wait_with_output().unwrap();
     (!output.status.success()).then(|| String::from_utf8(output.stderr).unwrap())
-}
-
-/// Finds a library that these tests were built with: in the directory of the test binary, the
-/// newest one that is older.
-fn library(name: &str) -> PathBuf {
-    let tests = env::current_exe().unwrap();
-    let built = |path: &Path| path.metadata().unwrap().modified().unwrap();
-    let beside = fs::read_dir(tests.parent().unwrap())
-        .unwrap()
-        .map(|entry| entry.unwrap().path());
-    let libraries = beside.filter(|path| {
-        let file = path.file_name().unwrap_or_default().to_string_lossy();
-        file.starts_with(&format!("lib{name}-"))
-            && file.ends_with(".rlib")
-            && built(path) <= built(&tests)
-    });
-    libraries
-        .max_by_key(|path| built(path))
-        .expect("the library")
 }
 
 /// Checks that the error for the wrong statements contains all these texts, and that the right ones
