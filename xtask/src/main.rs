@@ -16,6 +16,7 @@ mod pages;
 mod release;
 mod screenshots;
 mod servers;
+mod sizes;
 #[cfg(test)]
 mod sources;
 mod svg;
@@ -38,6 +39,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask floors                   compiles with the lowest version of each dependency
        cargo xtask release                  refuses what cannot be published, and builds the package
        cargo xtask screenshots              tries the page of examples/dashboard in Chromium, and takes its pictures
+       cargo xtask sizes                    builds the programs of examples/sizes, and prints the sizes of their binaries
        cargo xtask fuzz [SECONDS]           runs each fuzz test for SECONDS, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with SEEDS seeds each, or a million
        cargo xtask simulate NAME [SEEDS]    the same with one simulation: fallback, requests, or leases
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         ["floors"] => release::floors(),
         ["release"] => release::release(),
         ["screenshots"] => screenshots::screenshots(),
+        ["sizes"] => sizes::sizes(),
         ["fuzz"] => fuzz("600"),
         ["fuzz", seconds] => fuzz(seconds),
         ["simulate", ref args @ ..] => {

@@ -9,6 +9,9 @@ use crate::metadata::Metadata;
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 
+/// Maximum size of the package, which each build of a user downloads.
+const MAX_KIB: u64 = 500;
+
 /// Checks that this commit can be published, and builds what would be.
 pub(crate) fn release() -> Result {
     let metadata = Metadata::read()?;
@@ -28,7 +31,7 @@ pub(crate) fn release() -> Result {
             problems.join("\n- ")
         ));
     }
-    package(&[])?;
+    package(&metadata, &[])?;
     eprintln!("ready: `cargo publish -p {LIBRARY}`, and then `cargo publish -p ratelimit-inspect`");
     Ok(())
 }
@@ -95,8 +98,8 @@ fn git(args: &[&str]) -> Result<String> {
 }
 
 /// Packages the library as for the registry, and builds the package, which shows that no file is
-/// missing.
-pub(crate) fn package(more: &[&str]) -> Result {
+/// missing. Fails if the package is too large.
+pub(crate) fn package(metadata: &Metadata, more: &[&str]) -> Result {
     // Use the same target folder, so that dependencies are not built again.
     let args = [
         "package",
@@ -106,14 +109,22 @@ pub(crate) fn package(more: &[&str]) -> Result {
         "--target-dir",
         "target",
     ];
-    cargo(&[&args, more].concat())
+    cargo(&[&args, more].concat())?;
+    let name = format!("target/package/{LIBRARY}-{}.crate", metadata.version());
+    let size = fs::metadata(root().join(&name)).map_err(|error| format!("{name}: {error}"))?;
+    match size.len() / 1024 {
+        kib if kib < MAX_KIB => Ok(()),
+        kib => Err(format!(
+            "{name} has {kib} KiB, more than {MAX_KIB}: leave files out by `include` in Cargo.toml"
+        )),
+    }
 }
 
 /// Compiles the package with the lowest versions that its manifest accepts of each dependency, since a user's lock file may have
 /// them.
 pub(crate) fn floors() -> Result {
-    package(&["--allow-dirty", "--no-verify"])?;
     let metadata = Metadata::read()?;
+    package(&metadata, &["--allow-dirty", "--no-verify"])?;
     let name = format!("{LIBRARY}-{}", metadata.version());
     let packages = root().join("target/package");
     run(Command::new("tar")

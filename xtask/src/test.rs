@@ -38,7 +38,7 @@ pub(crate) fn test() -> Result {
     check_features(NO_FEATURES)?;
     document(&["--package", LIBRARY, NO_FEATURES])?;
     cargo(&["test", "--quiet", "--package", "plain-tests", "--lib"])?;
-    package(&["--allow-dirty"])?;
+    package(&metadata, &["--allow-dirty"])?;
     lowest_rust
         .join()
         .map_err(|_| "the check with the lowest Rust panicked")??;
