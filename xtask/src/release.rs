@@ -9,8 +9,9 @@ use crate::metadata::Metadata;
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 
-/// Maximum size of the package, which each build of a user downloads.
-const MAX_KIB: u64 = 500;
+/// Maximum size of the package, which each build of a user downloads. docs.rs builds the guide from it, and the code has
+/// its unit tests and comments.
+const MAX_KIB: u64 = 700;
 
 /// Checks that this commit can be published, and builds what would be.
 pub(crate) fn release() -> Result {
