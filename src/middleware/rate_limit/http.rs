@@ -148,19 +148,19 @@ where
     }
 
     #[inline(always)]
-    fn finish<D>(
-        result: Result<Response<ResBody>, T::Error>,
-        grant: &mut Grant<D>,
-    ) -> Result<Response<ResBody>, T::Error> {
-        // End the request even if its completed future is kept.
-        let mut response = result.inspect_err(|_| *grant = Grant::default())?;
-        if let Some(decisions) = grant.take_shadows() {
-            response
-                .extensions_mut()
-                .get_or_insert_default::<DryRun>()
-                .extend(decisions);
+    fn finish<D>(result: &mut Result<Response<ResBody>, T::Error>, grant: &mut Grant<D>) {
+        match result {
+            Ok(response) => {
+                if let Some(decisions) = grant.take_shadows() {
+                    response
+                        .extensions_mut()
+                        .get_or_insert_default::<DryRun>()
+                        .extend(decisions);
+                }
+            }
+            // End the request even if its completed future is kept.
+            Err(_) => *grant = Grant::default(),
         }
-        Ok(response)
     }
 }
 
