@@ -29,7 +29,12 @@ fn main() {
         .filter(|arg| !arg.starts_with("--"))
         .collect();
     let cases = cases::named(&texts);
-    let local = |case: &Case| matches!(case.0, Subject::Local(..) | Subject::Governor(..));
+    let local = |case: &Case| {
+        matches!(
+            case.0,
+            Subject::Local(..) | Subject::LocalUnread(..) | Subject::Governor(..)
+        )
+    };
     let cases: Vec<Case> = cases.into_iter().filter(local).collect();
     if let Ok(requests) = env::var(REQUESTS) {
         assert_eq!(cases.len(), 1, "{texts:?}");

@@ -74,6 +74,8 @@ pub enum Subject {
     InFlight,
     /// `LocalStore` through the layer.
     Local(Load, Fields),
+    /// `LocalStore` through a layer that keeps the decision out of the request's extensions.
+    LocalUnread(Load, Fields),
     /// `tower_governor`.
     Governor(Load, Fields),
     /// An axum service over HTTP, under some layer.
@@ -162,8 +164,19 @@ fn all() -> Vec<Case> {
         [
             Subject::Local(HOURLY, Fields::Without),
             Subject::Governor(HOURLY, Fields::Without),
+            Subject::LocalUnread(HOURLY, Fields::With),
+            Subject::LocalUnread(HOURLY, Fields::Without),
         ]
         .map(|what| Case(what, 64)),
+    );
+    cases.extend(
+        [
+            Subject::Local(Load::Granted, Fields::Without),
+            Subject::Governor(Load::Granted, Fields::Without),
+            Subject::LocalUnread(Load::Granted, Fields::With),
+            Subject::LocalUnread(Load::Granted, Fields::Without),
+        ]
+        .map(|what| Case(what, 1)),
     );
     for what in [
         Subject::Redis(Load::Zipf),
@@ -241,6 +254,11 @@ impl Case {
             Subject::Cell(what) => format!("tower-redis-cell by a header field, {}", load(what)),
             Subject::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
             Subject::Local(what, with) => format!("LocalStore, {}{}", load(what), fields(with)),
+            Subject::LocalUnread(what, with) => format!(
+                "LocalStore without the decision in requests, {}{}",
+                load(what),
+                fields(with)
+            ),
             Subject::Governor(what, with) => {
                 format!("tower_governor, {}{}", load(what), fields(with))
             }
@@ -347,19 +365,27 @@ impl Case {
                 serve(&[server], &[service], by_address, Load::Many, tasks, amount).await
             }
             Subject::Local(load, fields) => {
-                let headers = if fields == Fields::With {
-                    Headers::default()
-                } else {
-                    Headers::NONE
-                };
-                let service = layer(LocalStore::default(), PeerIp, load)
-                    .headers(headers)
-                    .layer(service_fn(inner));
+                let layer = layer(LocalStore::default(), PeerIp, load).headers(fields.headers());
+                let service = layer.layer(service_fn(inner));
+                serve(&[server], &[service], by_address, load, tasks, amount).await
+            }
+            Subject::LocalUnread(load, fields) => {
+                let layer = layer(LocalStore::default(), PeerIp, load).headers(fields.headers());
+                let service = layer.decision_in_request(false).layer(service_fn(inner));
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             Subject::Governor(load, fields) => governor(server, load, fields, tasks, amount).await,
             Subject::Http(layers) => http(server, layers, tasks, amount).await,
             Subject::Cluster(side) => side.run(&servers.sites, tasks, amount).await,
+        }
+    }
+}
+
+impl Fields {
+    fn headers(self) -> Headers {
+        match self {
+            Self::With => Headers::default(),
+            Self::Without => Headers::NONE,
         }
     }
 }

@@ -371,8 +371,29 @@ macro_rules! states {
 strategies!(states);
 
 impl State {
+    /// Decides a take again that Redis has decided at `at`: the one after `earlier` equal ones, before which the meter had
+    /// this level in ticks. Returns the verdict and the granted cost. `None` unless the policy refills gradually.
+    pub(crate) fn replay_take(
+        policy: &Policy,
+        at: i64,
+        level: i64,
+        cost: u32,
+        earlier: i64,
+    ) -> Option<(Verdict, i64)> {
+        let params = policy.params();
+        let ticks = params.ticks_of_take(cost);
+        // The earlier takes were granted as long as they fitted.
+        let granted = if ticks > 0 {
+            ((params.full - level) / ticks).min(earlier).max(0)
+        } else {
+            0
+        };
+        let mut state = Self::of_level(policy, at, level + ticks * granted)?;
+        Some(Mode::Take.decide(policy, &mut state, cost.into(), at))
+    }
+
     /// The state of a policy that refills gradually, by the level in ticks that Redis has reported. `None` for any other policy.
-    pub(crate) fn of_level(policy: &Policy, at: i64, level: i64) -> Option<Self> {
+    fn of_level(policy: &Policy, at: i64, level: i64) -> Option<Self> {
         let params = policy.params();
         match policy.kind() {
             PolicyKind::Rate(Strategy::TokenBucket(Refill::Greedy)) => Some(Self::TokenBucket(

@@ -184,6 +184,12 @@ impl Params {
         Self { ticks, ..self }.with_debt()
     }
 
+    /// Converts the cost of a take to ticks of a meter. A cost above the capacity is lowered to just above it, so that it
+    /// cannot overflow: it is denied in both cases.
+    pub(crate) fn ticks_of_take(&self, cost: u32) -> i64 {
+        i64::from(cost).min(self.capacity + 1) * self.interval
+    }
+
     /// Returns the units of a meter that refill in `time` microseconds, rounded up.
     pub(in crate::limit) fn units_in(&self, time: i64) -> i64 {
         time.saturating_mul(self.ticks)

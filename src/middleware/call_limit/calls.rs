@@ -83,12 +83,7 @@ where
         result
     }
 
-    fn finish<D>(
-        result: Result<T::Response, BoxError>,
-        _: &mut Grant<D>,
-    ) -> Result<T::Response, BoxError> {
-        result
-    }
+    fn finish<D>(_: &mut Result<T::Response, BoxError>, _: &mut Grant<D>) {}
 }
 
 /// By hand, since deriving it requires that `A` is `Clone`.

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 use tower_service::Service;
@@ -83,8 +83,7 @@ where
     type Output = Result<T::Response, BoxError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, _) = ready!(self.project().inner.poll(cx, "CallFuture"))?;
-        Poll::Ready(Ok(response))
+        self.project().inner.poll(cx, "CallFuture")
     }
 }
 
@@ -97,8 +96,7 @@ where
     type Output = Result<Res, BoxError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, _) = ready!(self.project().inner.poll(cx, "CallFuture"))?;
-        Poll::Ready(Ok(response))
+        self.project().inner.poll(cx, "CallFuture")
     }
 }
 

@@ -5,7 +5,6 @@ mod formats;
 mod legacy;
 
 use std::fmt;
-use std::iter;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -170,12 +169,13 @@ const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
 /// Adds `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Both are lists,
-/// so entries of inner layers and servers are kept.
+/// so entries of inner layers and servers are kept. Pauses have no entries.
 fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
-    let (policies, state) = draft(decision);
-    if !policies.is_empty() {
-        headers.append(RATE_LIMIT_POLICY, policies);
+    let texts = Texts::of(decision.policies());
+    if !texts.policy_field.is_empty() {
+        headers.append(RATE_LIMIT_POLICY, texts.policy_field.clone());
     }
+    let state = texts.rate_limit(decision);
     if !state.is_empty() {
         headers.append(RATE_LIMIT, state);
     }
@@ -183,22 +183,19 @@ fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
 
 /// Removes the entries that [`append_draft`] adds for this decision.
 fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
-    let (policies, state) = draft(decision);
-    for (name, value) in [(RATE_LIMIT_POLICY, policies), (RATE_LIMIT, state)] {
+    let texts = Texts::of(decision.policies());
+    let state = texts.rate_limit(decision);
+    for (name, value) in [
+        (RATE_LIMIT_POLICY, &texts.policy_field),
+        (RATE_LIMIT, &state),
+    ] {
         let entries = headers.get_all(&name).iter();
-        let others: Vec<HeaderValue> = entries.filter(|entry| **entry != value).cloned().collect();
+        let others: Vec<HeaderValue> = entries.filter(|entry| *entry != value).cloned().collect();
         headers.remove(&name);
         for other in others {
             headers.append(name.clone(), other);
         }
     }
-}
-
-/// Returns the values of `RateLimit-Policy` and `RateLimit`, which are empty if all policies are
-/// pauses.
-fn draft(decision: &Decision) -> (HeaderValue, HeaderValue) {
-    let texts = Texts::of(decision.policies());
-    (texts.policy_field.clone(), texts.rate_limit(decision))
 }
 
 /// Writes the quota of the policy that decided, such as `50 per second burst 100` or `4 concurrent
@@ -280,22 +277,23 @@ impl Texts {
         let verdicts = decision.verdicts();
         let now = verdicts.at + verdicts.age;
         let each = decision.policies().iter().zip(&verdicts.each);
-        let mut items = each
-            .zip(&self.each)
-            .filter(|((policy, _), _)| !policy.is_pause())
-            .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict, now));
-        let Some(first) = items.next() else {
-            return value(b"");
-        };
-        let Some(second) = items.next() else {
-            return value(first.as_bytes());
-        };
-        let mut text = first.as_bytes().to_vec();
-        for item in iter::once(second).chain(items) {
-            text.extend_from_slice(b", ");
-            text.extend_from_slice(item.as_bytes());
+        let mut earlier = vec![];
+        let mut item = Item::new();
+        for ((policy, verdict), texts) in each.zip(&self.each) {
+            if policy.is_pause() {
+                continue;
+            }
+            if !item.is_empty() {
+                earlier.extend_from_slice(item.as_bytes());
+                earlier.extend_from_slice(b", ");
+            }
+            item.write(&texts.item, policy, verdict, now);
         }
-        value(&text)
+        if earlier.is_empty() {
+            return value(item.as_bytes());
+        }
+        earlier.extend_from_slice(item.as_bytes());
+        value(&earlier)
     }
 }
 
@@ -313,23 +311,23 @@ struct Item {
 }
 
 impl Item {
-    #[inline(always)]
-    fn new(start: &str, policy: &Policy, verdict: &Verdict, now: i64) -> Self {
-        let mut item = Self {
+    fn new() -> Self {
+        Self {
             bytes: [0; 128],
             len: 0,
-        };
-        item.push(start.as_bytes());
-        item.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
-        if !policy.is_in_flight() {
-            item.push(b";t=");
-            item.push(
-                itoa::Buffer::new()
-                    .format(seconds(effective_window(policy, verdict, now)))
-                    .as_bytes(),
-            );
         }
-        item
+    }
+
+    /// Replaces the contents.
+    fn write(&mut self, start: &str, policy: &Policy, verdict: &Verdict, now: i64) {
+        self.len = 0;
+        self.push(start.as_bytes());
+        self.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
+        if !policy.is_in_flight() {
+            let window = seconds(effective_window(policy, verdict, now));
+            self.push(b";t=");
+            self.push(itoa::Buffer::new().format(window).as_bytes());
+        }
     }
 
     fn push(&mut self, bytes: &[u8]) {
@@ -338,6 +336,10 @@ impl Item {
             room.copy_from_slice(bytes);
             self.len = end;
         }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     fn as_bytes(&self) -> &[u8] {

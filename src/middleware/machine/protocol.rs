@@ -50,8 +50,5 @@ pub(in crate::middleware) trait Serve<T: Service<Req>, Req>:
     ) -> Result<T::Response, Self::Error<T::Error>>;
 
     /// Completes the response after the checks of dry runs are decided.
-    fn finish<D>(
-        result: Result<T::Response, Self::Error<T::Error>>,
-        grant: &mut Grant<D>,
-    ) -> Result<T::Response, Self::Error<T::Error>>;
+    fn finish<D>(result: &mut Result<T::Response, Self::Error<T::Error>>, grant: &mut Grant<D>);
 }

@@ -117,7 +117,7 @@ impl<T: Clone, S, K, H, P> Clone for Limit<T, S, K, H, P> {
 }
 
 pin_project! {
-    /// Resolves to the response of the inner service, and the charge that its body keeps.
+    /// Resolves to the response of the inner service.
     pub(in crate::middleware) struct LimitFuture<T, S, P, Req>
     where
         T: Service<Req>,
@@ -200,12 +200,6 @@ where
     }
 }
 
-/// The output of a [`LimitFuture`].
-type Served<T, P, Req> = Result<
-    (<T as Service<Req>>::Response, Option<RequestCost>),
-    <P as Protocol<Req>>::Error<<T as Service<Req>>::Error>,
->;
-
 impl<T, S, P, Req> LimitFuture<T, S, P, Req>
 where
     T: Service<Req> + Clone,
@@ -217,7 +211,7 @@ where
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         name: &'static str,
-    ) -> Poll<Served<T, P, Req>> {
+    ) -> Poll<Result<T::Response, P::Error<T::Error>>> {
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
@@ -256,11 +250,11 @@ where
                     // They have no task: they advance with the inner call.
                     let _ = grant.poll_shadows(cx);
                     let response = ready!(response.poll(cx));
-                    let result = P::settle(noted, response, grant);
+                    let mut result = P::settle(noted, response, grant);
                     // An error does not wait for the checks of dry runs.
                     if result.is_err() || !grant.has_shadows() {
-                        let response = P::finish(result, grant)?;
-                        return Poll::Ready(Ok((response, grant.take_charge())));
+                        P::finish(&mut result, grant);
+                        return Poll::Ready(result);
                     }
                     State::Answered {
                         result: Some(result),
@@ -269,14 +263,24 @@ where
                 }
                 StateProj::Answered { result, grant } => {
                     ready!(grant.poll_shadows(cx));
-                    let Some(result) = result.take() else {
+                    let Some(mut result) = result.take() else {
                         polled_after_completion(name);
                     };
-                    let response = P::finish(result, grant)?;
-                    return Poll::Ready(Ok((response, grant.take_charge())));
+                    P::finish(&mut result, grant);
+                    return Poll::Ready(result);
                 }
             };
             state.set(next);
+        }
+    }
+
+    /// Moves the charge out of the completed future: the response body owns it until its end.
+    pub(in crate::middleware) fn take_charge(self: Pin<&mut Self>) -> Option<RequestCost> {
+        match self.project().state.project() {
+            StateProj::Calling { grant, .. } | StateProj::Answered { grant, .. } => {
+                grant.take_charge()
+            }
+            StateProj::Undecided { .. } => None,
         }
     }
 }

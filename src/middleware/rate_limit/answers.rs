@@ -92,6 +92,34 @@ macro_rules! answers {
                 self.answer(|answer| answer.headers = headers)
             }
 
+            /// Sets whether handlers find the [`Decision`](crate::check::Decision) in the extensions of an admitted request.
+            /// Defaults to `true`; `false` saves an allocation per request. Under nested layers, a handler then finds the
+            /// decision of an outer layer, if any, and [`counted-twice`](crate::guide::pitfalls#counted-twice) is not reported.
+            ///
+            /// ```
+            /// use http::{Request, Response};
+            /// use tower::{Layer, ServiceExt, service_fn};
+            /// use tower_redis_ratelimit::check::Decision;
+            /// use tower_redis_ratelimit::extract::Global;
+            /// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+            ///
+            /// # #[tokio::main(flavor = "current_thread")]
+            /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+            /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+            /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).decision_in_request(false);
+            /// let sees_decision = |request: Request<()>| async move {
+            ///     Ok::<_, std::io::Error>(Response::new(request.extensions().get::<Decision>().is_some()))
+            /// };
+            /// let response = layer.layer(service_fn(sees_decision)).oneshot(Request::new(())).await?;
+            /// assert!(!response.body());
+            /// # Ok(())
+            /// # }
+            /// ```
+            #[must_use]
+            pub fn decision_in_request(self, is_in_request: bool) -> Self {
+                self.answer(|answer| answer.decision_in_request = is_in_request)
+            }
+
             /// Adds the [`Decision`](crate::check::Decision) to the extensions of the response of an
             /// admitted request, for outer layers and clients. If the response settles the request, it is
             /// the settled decision. With nested layers, the innermost decision is kept. Defaults to
@@ -116,7 +144,7 @@ macro_rules! answers {
             /// ```
             #[must_use]
             pub fn decision_in_response(self) -> Self {
-                self.answer(|answer| answer.shows_decision = true)
+                self.answer(|answer| answer.decision_in_response = true)
             }
 
             fn answer(self, change: impl FnOnce(&mut AnswerSettings)) -> Self {

@@ -23,15 +23,28 @@ pub(in crate::middleware) struct Http<R = HttpReject> {
 /// Returns the settlement of a request from the head of its response.
 pub(super) type HeadRule = Arc<dyn Fn(&response::Parts) -> Settlement + Send + Sync>;
 
-/// The settings of responses, which are copied whole.
-#[derive(Clone, Copy, Default)]
+/// The settings of responses, and of the decision in extensions, which are copied whole.
+#[derive(Clone, Copy)]
 pub(super) struct AnswerSettings {
     /// The header fields of responses.
     pub(super) headers: Headers,
+    /// Whether a request that passes has the decision in its extensions.
+    pub(super) decision_in_request: bool,
     /// Whether the response to a request that passes has the decision in its extensions.
-    pub(super) shows_decision: bool,
+    pub(super) decision_in_response: bool,
     /// Whether denials may have a status of success.
     pub(super) denies_with_success: bool,
+}
+
+impl Default for AnswerSettings {
+    fn default() -> Self {
+        Self {
+            headers: Headers::default(),
+            decision_in_request: true,
+            decision_in_response: false,
+            denies_with_success: false,
+        }
+    }
 }
 
 /// A response over gRPC has a `grpc-status`, and the HTTP status 200.
@@ -61,10 +74,11 @@ impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
     fn note<D>(&self, notifier: &Notifier, head: &mut Parts, grant: &mut Grant<D>) -> Noted {
         let AnswerSettings {
             headers,
-            shows_decision,
+            decision_in_request,
+            decision_in_response,
             ..
         } = self.answer;
-        let mut is_annotated = shows_decision || headers != Headers::NONE;
+        let mut is_annotated = decision_in_response || headers != Headers::NONE;
         if let Some(charge) = grant.charge() {
             // The handler may respond with a denial, which has header fields to remove.
             is_annotated = true;
@@ -73,11 +87,16 @@ impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
                 charge.count_for(outer);
             }
         }
-        if let Some(decision) = grant.show_decision(is_annotated)
-            && let Some(outer) = head.extensions.insert(decision)
-            && let Some(inner) = head.extensions.get()
-        {
-            notifier.counted_twice(&outer, inner);
+        if decision_in_request {
+            if let Some(decision) = grant.show_decision(is_annotated)
+                && let Some(outer) = head.extensions.insert(decision)
+                && let Some(inner) = head.extensions.get()
+            {
+                notifier.counted_twice(&outer, inner);
+            }
+        } else if !is_annotated {
+            // Nothing reads it.
+            drop(grant.take_decision());
         }
         Noted {
             answer: self.answer,
@@ -139,28 +158,28 @@ where
         if let Some(decision) = grant.take_decision() {
             let AnswerSettings {
                 headers,
-                shows_decision,
+                decision_in_response,
                 ..
             } = noted.answer;
-            headers.annotate(decision, &mut response, shows_decision);
+            headers.annotate(decision, &mut response, decision_in_response);
         }
         Ok(response)
     }
 
     #[inline(always)]
-    fn finish<D>(
-        result: Result<Response<ResBody>, T::Error>,
-        grant: &mut Grant<D>,
-    ) -> Result<Response<ResBody>, T::Error> {
-        // End the request even if its completed future is kept.
-        let mut response = result.inspect_err(|_| *grant = Grant::default())?;
-        if let Some(decisions) = grant.take_shadows() {
-            response
-                .extensions_mut()
-                .get_or_insert_default::<DryRun>()
-                .extend(decisions);
+    fn finish<D>(result: &mut Result<Response<ResBody>, T::Error>, grant: &mut Grant<D>) {
+        match result {
+            Ok(response) => {
+                if let Some(decisions) = grant.take_shadows() {
+                    response
+                        .extensions_mut()
+                        .get_or_insert_default::<DryRun>()
+                        .extend(decisions);
+                }
+            }
+            // End the request even if its completed future is kept.
+            Err(_) => *grant = Grant::default(),
         }
-        Ok(response)
     }
 }
 

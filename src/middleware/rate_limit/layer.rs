@@ -27,9 +27,10 @@ use crate::store::Store;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// Handlers find the [`Decision`](crate::check::Decision) in the extensions of the request.
-/// Uncounted requests have none, so extract an `Option<Extension<Decision>>` or, with the feature
-/// `axum`, an `Option<Decision>`. A denial is in the extensions of its response;
+/// Handlers find the [`Decision`](crate::check::Decision) in the extensions of the request, unless
+/// [`decision_in_request`](Self::decision_in_request) is `false`. Uncounted requests have none, so
+/// extract an `Option<Extension<Decision>>` or, with the feature `axum`, an `Option<Decision>`. A
+/// denial is in the extensions of its response;
 /// [`decision_in_response`](Self::decision_in_response) adds the other decisions there.
 ///
 /// A denied request gets the response of a [`Reject`](crate::reject::Reject), since an error would

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use http::request::Parts;
 use http::{Request, Response};
@@ -62,9 +62,7 @@ where
     type Output = Result<T::Response, T::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        // Always without a charge, since the layer does not settle.
-        let (response, _) = ready!(self.project().inner.poll(cx, "ResponseFuture"))?;
-        Poll::Ready(Ok(response))
+        self.project().inner.poll(cx, "ResponseFuture")
     }
 }
 

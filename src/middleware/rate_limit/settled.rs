@@ -86,7 +86,9 @@ where
     type Output = Result<Response<TrackedBody<ResBody>>, T::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let (response, charge) = ready!(self.project().inner.poll(cx, "SettledFuture"))?;
+        let mut inner = self.project().inner;
+        let response = ready!(inner.as_mut().poll(cx, "SettledFuture"))?;
+        let charge = inner.take_charge();
         if response.status() == StatusCode::SWITCHING_PROTOCOLS
             && let Some(charge) = &charge
         {

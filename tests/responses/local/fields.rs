@@ -84,6 +84,34 @@ async fn only_denials_are_in_responses() {
     );
 }
 
+/// The response is the same.
+#[tokio::test(start_paused = true)]
+async fn requests_may_omit_the_decision() {
+    let plain = || {
+        let user = HeaderKey::new(USER).unwrap().readable();
+        RateLimitLayer::new(LocalStore::default(), user, gcra("api", "1/h"))
+    };
+    let in_response = || layer("1/h");
+    for layer in [plain, in_response] {
+        for headers in [Headers::DRAFT_11, Headers::NONE] {
+            let with = limited(layer().headers(headers));
+            let without = limited(layer().headers(headers).decision_in_request(false));
+            for status in [200, 429] {
+                let expected = send(&with, request("alice")).await;
+                let response = send(&without, request("alice")).await;
+                assert_eq!(response.status(), status);
+                assert_eq!(both(&response), both(&expected));
+                assert_eq!(decision(&response), decision(&expected));
+                let [seen, seen_by_default] =
+                    [&response, &expected].map(|response| response.extensions().get());
+                assert_eq!(seen, (status == 200).then_some(&Seen(None)));
+                let is_shown = matches!(seen_by_default, Some(Seen(Some(_))));
+                assert_eq!(is_shown, status == 200);
+            }
+        }
+    }
+}
+
 #[tokio::test]
 async fn callers_are_counted_apart() {
     let service = limited(layer("1/h"));

@@ -7,6 +7,7 @@ mod clock;
 mod definition;
 mod leased;
 mod quotas;
+mod replay;
 mod turns;
 
 pub(crate) use leased::most_spent;

@@ -123,19 +123,12 @@ impl Plan {
         }
     }
 
-    /// The cost in ticks of a meter. Costs above the capacity are lowered to just above it: they are denied all the
-    /// same, and cannot overflow.
-    fn ticks_under(&self, meter: &Policy) -> i64 {
-        let params = meter.params();
-        i64::from(self.key.cost).min(params.capacity + 1) * params.interval
-    }
-
     /// Adds the arguments of `lua/take.lua`.
     fn add_take(&self, meter: &Policy, cmd: &mut Cmd, now: i64) {
         let params = meter.params();
         Packed::default()
             .f64(params.full)
-            .f64(self.ticks_under(meter))
+            .f64(params.ticks_of_take(self.key.cost))
             .f64(params.ticks)
             .writer(meter)
             .add_to(cmd);
@@ -212,8 +205,8 @@ impl Plan {
         let Some(policy) = self.taken_from_meter() else {
             return Err(protocol());
         };
-        let full = policy.params().full;
-        let ticks = self.ticks_under(policy);
+        let params = policy.params();
+        let ticks = params.ticks_of_take(self.key.cost);
         // A level after the take, if that is the only one and was charged. Otherwise -1 minus the level before the first.
         let was_charged = level >= 0;
         let before_first = if was_charged {
@@ -221,7 +214,7 @@ impl Plan {
         } else {
             -1 - level
         };
-        let fits = ticks > 0 && before_first + ticks <= full;
+        let fits = ticks > 0 && before_first + ticks <= params.full;
         let is_only_grant = fits && times == 1;
         let is_exact = EXACT.contains(&at) && EXACT.contains(&before_first);
         if !is_exact || was_charged != is_only_grant {
@@ -229,7 +222,7 @@ impl Plan {
         }
         if let Some(number) = number_of(answer) {
             let of_writer = of_writers.get(number - 1).ok_or_else(protocol)?;
-            let is_allowed = before_first + ticks <= full;
+            let is_allowed = before_first + ticks <= params.full;
             let verdict = self.read_times(policy, of_writer, before_first, is_allowed)?;
             return Ok(Verdicts {
                 granted: 0,
@@ -238,18 +231,8 @@ impl Plan {
                 each: SmallVec::from_buf([verdict]),
             });
         }
-        // The earlier takes were granted as long as they fit.
-        let granted_before = if fits && earlier > 0 {
-            earlier.min((full - before_first) / ticks)
-        } else {
-            0
-        };
-        let before = before_first + ticks * granted_before;
-        let Some(mut state) = State::of_level(policy, at, before) else {
-            return Err(protocol());
-        };
-        let cost = self.key.cost.into();
-        let (verdict, granted) = Mode::Take.decide(policy, &mut state, cost, at);
+        let take = State::replay_take(policy, at, before_first, self.key.cost, earlier);
+        let (verdict, granted) = take.ok_or_else(protocol)?;
         Ok(Verdicts {
             granted,
             at,
@@ -545,7 +528,7 @@ impl ScriptCall {
             packed
                 .i56(self.now)
                 .i56(params.full)
-                .i56(plan.ticks_under(policy))
+                .i56(params.ticks_of_take(plan.key.cost))
                 .i56(params.ticks)
                 .u32(run.len())
                 .u32(run[0].times as usize)
