@@ -172,10 +172,12 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// Adds `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Both are lists,
 /// so entries of inner layers and servers are kept.
 fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
-    let (policies, state) = draft(decision);
-    if !policies.is_empty() {
-        headers.append(RATE_LIMIT_POLICY, policies);
+    let texts = Texts::of(decision.policies());
+    // Both are empty if all policies are pauses.
+    if !texts.policy_field.is_empty() {
+        headers.append(RATE_LIMIT_POLICY, texts.policy_field.clone());
     }
+    let state = texts.rate_limit(decision);
     if !state.is_empty() {
         headers.append(RATE_LIMIT, state);
     }
@@ -183,8 +185,12 @@ fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
 
 /// Removes the entries that [`append_draft`] adds for this decision.
 fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
-    let (policies, state) = draft(decision);
-    for (name, value) in [(RATE_LIMIT_POLICY, policies), (RATE_LIMIT, state)] {
+    let texts = Texts::of(decision.policies());
+    let added = [
+        (RATE_LIMIT_POLICY, texts.policy_field.clone()),
+        (RATE_LIMIT, texts.rate_limit(decision)),
+    ];
+    for (name, value) in added {
         let entries = headers.get_all(&name).iter();
         let others: Vec<HeaderValue> = entries.filter(|entry| **entry != value).cloned().collect();
         headers.remove(&name);
@@ -192,13 +198,6 @@ fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
             headers.append(name.clone(), other);
         }
     }
-}
-
-/// Returns the values of `RateLimit-Policy` and `RateLimit`, which are empty if all policies are
-/// pauses.
-fn draft(decision: &Decision) -> (HeaderValue, HeaderValue) {
-    let texts = Texts::of(decision.policies());
-    (texts.policy_field.clone(), texts.rate_limit(decision))
 }
 
 /// Writes the quota of the policy that decided, such as `50 per second burst 100` or `4 concurrent
@@ -361,10 +360,8 @@ fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
             reset => reset.unsigned_abs(),
         };
     }
-    let (reset, remaining) = (
-        verdict.reset.unsigned_abs(),
-        verdict.remaining.unsigned_abs(),
-    );
+    let reset = verdict.reset.unsigned_abs();
+    let remaining = verdict.remaining.unsigned_abs();
     let next = match policy.frees().is_gradual() {
         // No unit comes later than the remaining ones last.
         true if remaining > 0 => 0,
@@ -376,10 +373,8 @@ fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
 
 /// The time in which the quota refills `cost` units, in microseconds: 40 s for 2 units of `3/m`.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
-    let (period, limit) = (
-        policy.params().period.unsigned_abs(),
-        u64::from(policy.quota().limit().max(1)),
-    );
+    let period = policy.params().period.unsigned_abs();
+    let limit = u64::from(policy.quota().limit().max(1));
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
         // The quotient fits in 64 bits: no quota takes longer than ten years to refill.
