@@ -519,7 +519,8 @@ mod tests {
             ("us@er:hunter2@host", "us@er:\u{2026}"),
             ("user:hun@ter2@host", "user:\u{2026}"),
             ("user:hun:ter2@host:6379", "user:\u{2026}"),
-            ("redis://us@er:hunter2@host", "redis://\u{2026}"),
+            ("redis://us@er:hunter2@host", "redis:\u{2026}"),
+            ("redis://host/0", "redis://\u{2026}"),
             ("10.0.0.1:6379", "10.0.0.1:6379"),
             ("ann@example.com", "ann@example.com"),
         ] {
