@@ -260,7 +260,7 @@ impl Notifier {
         }
         same_ids.missed(|| {
             format!(
-                "all of the first {} requests with an id have the same one, so only the first request of each caller is charged: use an                  id that differs for each request, such as its `Idempotency-Key`, and none for a request without one{CONSTANT_ID}",
+                "all of the first {} requests with an id have the same one, so only the first request of each caller is charged: use an id that differs for each request, such as its `Idempotency-Key`, and none for a request without one{CONSTANT_ID}",
                 Misses::REPORT_AT
             )
         });

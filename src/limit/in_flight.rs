@@ -203,7 +203,7 @@ impl State {
         } = self.preview(params, ask);
         let slots = &mut *self.0;
         slots.pass_to(ask.now);
-        // A slot is not divided: another policy denies the request, or it has one.
+        // A slot is not divided. If another policy denies the request, this one takes none.
         let granted = if max < 0 { 0 } else { grants };
         match (ask.mode, ask.slot) {
             (Mode::Reset, _) => *slots = Slots::default(),

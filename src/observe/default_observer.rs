@@ -16,7 +16,7 @@ pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
     }
 }
 
-/// Shares the user's observer. Beside one that shows no text, the log of problems stays.
+/// Shares the user's observer. If it shows no text, the log of problems stays.
 pub(crate) fn shared_observer(observer: impl Observer) -> Arc<dyn Observer> {
     if observer.keeps_log() {
         Arc::new((observer, DefaultObserver))

@@ -165,7 +165,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     ///
     /// The default uses the hooks of [`backend`](Self::backend): a custom store needs [`Waiters`] there. A store that owes
     /// something else, such as the content of a buffer, also writes that. The stores around it and a
-    /// [`Limiter`](crate::Limiter) call this method, after the operations of their own.
+    /// [`Limiter`](crate::Limiter) call this method after they have written what they owe.
     ///
     /// ```
     /// use tower_redis_ratelimit::store::Store;

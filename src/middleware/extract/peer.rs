@@ -247,7 +247,7 @@ static HEADERS: [HeaderName; 2] = [HeaderName::from_static("x-forwarded-for"), F
 
 /// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count. Checks a
 /// request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
-/// peer with a public address may be a client that forges the header, so many of them are only suspected.
+/// peer with a public address may be a client that forges the header, so 1,000 of them are only suspected.
 #[inline(always)]
 pub(super) fn notice_proxy(
     layer: &Notifier,
@@ -552,7 +552,7 @@ mod tests {
         }
     }
 
-    /// A client of such a proxy cannot be told from one that forges the header.
+    /// Clients can forge the header, so the report says only that a proxy is likely.
     #[test]
     fn only_public_proxies_of_all_requests_are_suspected() {
         let header = HeaderName::from_static("x-forwarded-for");

@@ -187,7 +187,7 @@ impl HttpReject {
             _ => drop(reason.write_to(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
-        // Only those that deny, so that a client does not wait for the others.
+        // Policies that allow the request are left out, so a client does not wait for them.
         let each = decision.policies().iter().zip(&decision.verdicts().each);
         let violated = each.filter(|(_, verdict)| !verdict.is_allowed());
         for (i, (policy, _)) in violated.enumerate() {

@@ -39,7 +39,7 @@ pub(in crate::store) fn set_tls(
             }
             builder = builder.client_certificate(certificate_pem, key_pem);
         }
-        // Redis would ask for the certificate in vain.
+        // A certificate is no proof without its key.
         (Some(_), None) => return Err(unpaired("client_certificate", "client_key")),
         (None, Some(_)) => return Err(unpaired("client_key", "client_certificate")),
         (None, None) => {}

@@ -156,7 +156,7 @@ impl SharedStore {
         cluster: &Cluster,
         time: Duration,
     ) -> Result<(), StoreError> {
-        // While no node can be reached, checks fail immediately, and the queries go on without them.
+        // While no node can be reached, checks fail immediately. The queries continue without checks.
         if let Some(error) = cluster.refresher.recent_error() {
             self.refresh(Why::Unknown);
             return Err(error);
