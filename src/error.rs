@@ -511,6 +511,23 @@ mod tests {
         }
     }
 
+    /// A user or a password may contain an `@` or a colon that should be escaped.
+    #[test]
+    fn a_password_is_replaced() {
+        for (text, shown) in [
+            ("user:hunter2@host", "user:\u{2026}"),
+            ("us@er:hunter2@host", "us@er:\u{2026}"),
+            ("user:hun@ter2@host", "user:\u{2026}"),
+            ("user:hun:ter2@host:6379", "user:\u{2026}"),
+            ("redis://us@er:hunter2@host", "redis:\u{2026}"),
+            ("redis://host/0", "redis://\u{2026}"),
+            ("10.0.0.1:6379", "10.0.0.1:6379"),
+            ("ann@example.com", "ann@example.com"),
+        ] {
+            assert_eq!(redacted(text), shown);
+        }
+    }
+
     /// Asserts the form `<what is wrong>: <imperative>`.
     #[track_caller]
     fn assert_names_fix(error: impl fmt::Display) {

@@ -14,10 +14,10 @@ use crate::gate::{Blocking, Notifier, PolicySelector, Selector, denial};
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::leases::without_block;
 use crate::limit::{
-    BlockAfter, Charge, Check, Decision, Key, Mode, Policies, Quota, Source, Verdict,
+    BlockAfter, Charge, Check, Decision, Extra, Key, Mode, Policies, Quota, Source, Verdict,
 };
-use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
+use crate::observe::{Observer, shared_observer};
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store, flush};
 use crate::util::instant;
@@ -334,12 +334,12 @@ impl<S: Store> Limiter<S> {
     /// [`take`](Self::take), [`take_with_id`](Self::take_with_id), [`up_to`](Self::up_to), [`wait`](Self::wait),
     /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within), and [exempt](Observer::uncounted) callers.
     /// It also receives each [failure](Observer::failed) of the store; each [`Reservation`] that could not be settled; each
-    /// policy that is leased without effect; and each policy with another quota in another limiter or layer, which is only
-    /// [suspected](Observer::suspected). Unless the store has an observer, it receives the store's events too, such as that a
+    /// policy that is leased without effect; and, only [suspected](Observer::suspected), each policy with another quota in another
+    /// limiter or layer, and an id that never changes. Unless the store has an observer, it receives the store's events too, such as that a
     /// [`Fallback`](crate::Fallback) decides locally. Defaults to [a log of problems](Observer); `()` disables that.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
+        let observer = shared_observer(observer);
         self.store.backend().observe(&observer);
         if let Limits::Selected(selector) = &self.limits {
             selector.observe(&observer);
@@ -408,7 +408,10 @@ impl<S: Store> Limiter<S> {
         cost: u32,
         id: impl AsRef<[u8]>,
     ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
-        self.decide(Check::take(key, &self.policies(&key), cost).with_id(id))
+        let id = Key::new(id);
+        self.notifier.has_id(&id);
+        let take = Check::take(key, &self.policies(&key), cost);
+        self.decide(take.with_extra(Extra::Id(id)))
     }
 
     /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
@@ -625,8 +628,12 @@ impl<S: Store> Limiter<S> {
     /// }
     /// ```
     pub fn flush(&self) -> impl Future<Output = bool> + Send + 'static {
-        let (store, ops) = (self.store.clone(), self.in_flight.ops().clone());
-        async move { flush(&store, Some(&ops)).await }
+        let store = self.store.clone();
+        let ops = self.in_flight.ops().clone();
+        async move {
+            // A store of your own may owe more than its hooks know.
+            flush(&store, Some(&ops)).await && store.flush().await
+        }
     }
 
     /// Returns the policies of this caller.

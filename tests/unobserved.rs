@@ -426,6 +426,38 @@ async fn a_suspicion_is_logged() {
     );
 }
 
+/// Metrics name neither the server nor the fix.
+#[cfg(feature = "metrics")]
+#[tokio::test(start_paused = true)]
+async fn the_log_stays_beside_metrics() {
+    use std::sync::Arc;
+    use tower_redis_ratelimit::observe::{MetricsObserver, Observer};
+
+    async fn logged(observer: impl Observer) -> Vec<String> {
+        let (lines, _guard) = Lines::collect(Level::INFO);
+        let store = MockStore::new();
+        store.fail(StoreError::new(ErrorKind::Protocol));
+        let store = Fallback::new(store, LocalStore::default());
+        let limits = layer(&store).observer(observer);
+        let mut statuses = vec![];
+        for _ in 0..5 {
+            statuses.push(send(&limits).await);
+        }
+        assert_eq!(
+            statuses,
+            [200, 429, 429, 429, 429],
+            "denials are not logged"
+        );
+        lines.take()
+    }
+    let parts = ["WARN rate limit checks failed", "kind=\"protocol\""];
+    assert_lines(&logged(MetricsObserver::new()).await, &parts);
+    sleep(Duration::from_secs(61)).await;
+    let boxed: Arc<dyn Observer> = Arc::new((MetricsObserver::new(), MetricsObserver::new()));
+    assert_lines(&logged(boxed).await, &parts);
+    assert_lines(&logged((MetricsObserver::new(), ())).await, &[]);
+}
+
 /// A misspelled name of the variable would otherwise be silent.
 #[test]
 fn an_unset_variable_is_logged() {

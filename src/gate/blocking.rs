@@ -86,6 +86,7 @@ impl<R> Blocking<R> {
 
     /// Counts a denial of the store, which may begin a block.
     pub(crate) fn denied(&self, request: &R, key: &Key, denied: &Decision, ops: &OpQueue) {
+        // A cost above the burst is denied for its size, and a block must not extend itself.
         let is_strike = matches!(denied.outcome(), Outcome::Denied { .. }) && !is_block(denied);
         if let Some(strikes) = &self.strikes
             && is_strike
@@ -98,6 +99,7 @@ impl<R> Blocking<R> {
     /// Ends the block of a caller, and returns the check that ends the strikes.
     pub(crate) fn unblock(&self, policy: &str, key: Key) -> Option<Check> {
         let strikes = self.strikes.as_ref()?;
+        // Otherwise the strikes of the last moment would begin the block again.
         lock(&strikes.pending).remove(&caller(policy, &key));
         let counted = strikes.policies(policy)?;
         Some(Check::reset(strikes_of(key), &counted))
@@ -147,6 +149,7 @@ impl Strikes {
             drop(pending);
             return self.send(strike(), ops);
         }
+        // Before the spawn: a runtime that shuts down drops the task in it.
         drop(pending);
         self.sender.spawn(None, |task| {
             Arc::clone(self).send_pending(task, ops.clone())
@@ -172,6 +175,7 @@ impl Strikes {
         let this = Arc::clone(self);
         let charge = PendingOp::charge(strikes_of(key), &policies, count).then(move |charged| {
             if let Ok(counted) = charged
+                // The sliding log is full: its limit is the number of strikes.
                 && counted.remaining() == 0
             {
                 this.blocks.change(BlockChange {

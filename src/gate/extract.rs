@@ -254,49 +254,38 @@ where
 }
 
 /// For an extractor that is not `Clone`.
+// A method that is not forwarded would have its default, and still compile. So the list is in one place.
+macro_rules! forward {
+    () => {
+        fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+            (**self).extract(request)
+        }
+
+        fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+            (**self).extract_for(request, layer)
+        }
+
+        fn forms(&self) -> KeyForms {
+            (**self).forms()
+        }
+
+        fn has_route(&self, request: &R) -> Option<bool> {
+            (**self).has_route(request)
+        }
+
+        fn observe(&self, observer: &Arc<dyn Observer>) {
+            (**self).observe(observer);
+        }
+    };
+}
+
 impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
-    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        (**self).extract(request)
-    }
-
-    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
-        (**self).extract_for(request, layer)
-    }
-
-    fn forms(&self) -> KeyForms {
-        (**self).forms()
-    }
-
-    fn has_route(&self, request: &R) -> Option<bool> {
-        (**self).has_route(request)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        (**self).observe(observer);
-    }
+    forward!();
 }
 
 /// For an extractor that is chosen at startup, or whose type must be named.
 impl<R: 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
-    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        (**self).extract(request)
-    }
-
-    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
-        (**self).extract_for(request, layer)
-    }
-
-    fn forms(&self) -> KeyForms {
-        (**self).forms()
-    }
-
-    fn has_route(&self, request: &R) -> Option<bool> {
-        (**self).has_route(request)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        (**self).observe(observer);
-    }
+    forward!();
 }
 
 /// Counts all requests under one key.

@@ -385,7 +385,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     fn id(&self, request: &R) -> Option<Key> {
         let id_of = self.settings.id.as_ref()?;
-        id_of(request)
+        let id = id_of(request)?;
+        self.notifier.has_id(&id);
+        Some(id)
     }
 
     /// Records the send time if an observer needs the duration, or if the charge will be settled.

@@ -11,8 +11,8 @@ use crate::leases::{has_lease, is_leasable};
 use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
-    CALL_WITHOUT_READY, CALLER_FORM, COUNTED_TWICE, DENIED_WITH_SUCCESS, GRPC_OVER_HTTP,
-    NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
+    CALL_WITHOUT_READY, CALLER_FORM, CONSTANT_ID, COUNTED_TWICE, DENIED_WITH_SUCCESS,
+    GRPC_OVER_HTTP, NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
@@ -47,6 +47,8 @@ struct Misconfiguration {
     call_without_ready: OnceFlag,
     /// A proxy that the extractor does not trust.
     unknown_proxy: OnceFlag,
+    /// The requests whose peer has a public address and sends the header of a proxy.
+    forwarded: Misses,
     /// A request without an address that is counted as a peer on a unix socket.
     no_address: OnceFlag,
     /// A denial of a gRPC call over HTTP: every denial is one.
@@ -57,6 +59,9 @@ struct Misconfiguration {
     routes: Misses,
     /// The requests that cost nothing, if nothing charges them later.
     costs: Misses,
+    /// The first id of a request, and the later requests with the same id.
+    first_id: OnceLock<Key>,
+    same_ids: Misses,
     /// The layer in the list of its store. Its clones add no other entries.
     layer: OnceLock<ListedLayer>,
 }
@@ -69,6 +74,8 @@ impl Notifier {
         let misconfiguration = Arc::<Misconfiguration>::default();
         misconfiguration.routes.observe(&observer);
         misconfiguration.costs.observe(&observer);
+        misconfiguration.same_ids.observe(&observer);
+        misconfiguration.forwarded.observe(&observer);
         Self {
             observer: Some(observer),
             misconfiguration,
@@ -189,10 +196,11 @@ impl Notifier {
         if let Some(policy) = policy
             && self.misconfiguration.never_passes.claim()
         {
-            let (name, burst) = (policy.name(), policy.quota().capacity());
+            let burst = policy.quota().capacity();
             self.report(&format!(
-                "a request costs {cost}, the burst of the policy {name:?} is {burst}, and so the request never passes: raise \
-                 the burst, or lower the cost{NEVER_PASSES}"
+                "a request costs {cost}, the burst of the policy {:?} is {burst}, and so the request never passes: raise \
+                 the burst, or lower the cost{NEVER_PASSES}",
+                policy.name()
             ));
         }
     }
@@ -239,6 +247,25 @@ impl Notifier {
         });
     }
 
+    /// Reports, once, if all of the first requests with an id have the same one. Any client can repeat a request, so this is
+    /// only suspected.
+    #[inline]
+    pub(crate) fn has_id(&self, id: &Key) {
+        let same_ids = &self.misconfiguration.same_ids;
+        if !same_ids.is_open() {
+            return;
+        }
+        if self.misconfiguration.first_id.get_or_init(|| *id) != id {
+            return same_ids.found();
+        }
+        same_ids.missed(|| {
+            format!(
+                "all of the first {} requests with an id have the same one, so only the first request of each caller is charged: use an id that differs for each request, such as its `Idempotency-Key`, and none for a request without one{CONSTANT_ID}",
+                Misses::REPORT_AT
+            )
+        });
+    }
+
     /// Reports, once, that a throttle was called without a permit.
     #[cold]
     pub(crate) fn call_without_ready(&self) {
@@ -262,6 +289,25 @@ impl Notifier {
         if self.misconfiguration.unknown_proxy.claim() {
             self.report(&problem());
         }
+    }
+
+    /// Returns `true` for the first requests: until one is not [forwarded](Self::forwarded).
+    #[inline]
+    pub(crate) fn examines_peers(&self) -> bool {
+        self.misconfiguration.forwarded.is_open()
+    }
+
+    /// Ends the examination of peers: this one is a client, or a trusted proxy.
+    #[inline]
+    pub(crate) fn not_forwarded(&self) {
+        self.misconfiguration.forwarded.found();
+    }
+
+    /// Reports, once, if all of the first requests were forwarded, by peers with public addresses that the extractor does not
+    /// trust. One client can forge their header, so this is only suspected.
+    #[cold]
+    pub(crate) fn forwarded(&self, problem: impl FnOnce() -> String) {
+        self.misconfiguration.forwarded.missed(problem);
     }
 
     /// Returns `true` until a header was reported that does not fit the trusted proxies.
@@ -342,10 +388,11 @@ impl Notifier {
         if listed.set(layer).is_ok()
             && let Some((policy, other)) = other
         {
-            let (name, quota) = (policy.name(), policy.quota());
+            let quota = policy.quota();
             let problem = format!(
-                "two layers or limiters have a policy {name:?}, one with {other} and one with {quota}, and they share one count per \
-                 caller: give each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
+                "two layers or limiters have a policy {:?}, one with {other} and one with {quota}, and they share one count per \
+                 caller: give each policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}",
+                policy.name()
             );
             self.suspect(&problem);
         }
@@ -399,12 +446,15 @@ impl Notifier {
 
 impl Misconfiguration {
     fn is_due(&self) -> bool {
-        let (mut last, now) = (lock(&self.reported), instant());
-        let due = last.is_none_or(|last| now.saturating_duration_since(last) >= PAUSE);
-        if due {
-            *last = Some(now);
+        let now = instant();
+        let mut last = lock(&self.reported);
+        if let Some(last) = *last
+            && now.saturating_duration_since(last) < PAUSE
+        {
+            return false;
         }
-        due
+        *last = Some(now);
+        true
     }
 }
 

@@ -164,39 +164,32 @@ impl<R, P: PolicySelector<R>> PolicySelector<R> for Option<P> {
     }
 }
 
+// A method that is not forwarded would have its default, and still compile. So the list is in one place.
+macro_rules! forward {
+    () => {
+        fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+            (**self).policies(request, key)
+        }
+
+        fn fixed(&self) -> Option<Policies> {
+            (**self).fixed()
+        }
+
+        fn caller_without(&self, forms: KeyForms) -> Option<String> {
+            (**self).caller_without(forms)
+        }
+
+        fn observe(&self, observer: &Arc<dyn Observer>) {
+            (**self).observe(observer);
+        }
+    };
+}
+
 impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
-    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
-        (**self).policies(request, key)
-    }
-
-    fn fixed(&self) -> Option<Policies> {
-        (**self).fixed()
-    }
-
-    fn caller_without(&self, forms: KeyForms) -> Option<String> {
-        (**self).caller_without(forms)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        (**self).observe(observer);
-    }
+    forward!();
 }
 
 /// For a selector that is chosen at startup, or whose type must be named.
 impl<R: 'static> PolicySelector<R> for Box<dyn PolicySelector<R>> {
-    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
-        (**self).policies(request, key)
-    }
-
-    fn fixed(&self) -> Option<Policies> {
-        (**self).fixed()
-    }
-
-    fn caller_without(&self, forms: KeyForms) -> Option<String> {
-        (**self).caller_without(forms)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        (**self).observe(observer);
-    }
+    forward!();
 }

@@ -16,6 +16,8 @@ use super::leasable::{is_leasable, lease_time, of_block};
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
+use crate::observe::misses::Misses;
+use crate::observe::mistakes::NOT_LEASED;
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Share, Store, op_queue};
 use crate::util::{Digest, OnceFlag, Shards, contain, instant, lock};
@@ -38,6 +40,8 @@ pub(super) struct SharedLeases<S: Store> {
     /// The task that refunds expired blocks and drops idle callers.
     sweeper: TaskOwner,
     short_lease_reported: OnceFlag,
+    /// The checks without a lease.
+    pub(super) unleased: Misses,
 }
 
 /// Some of the busy callers, by the digest of caller and policies.
@@ -50,6 +54,15 @@ const MIN_CALLERS_PER_SHARD: usize = 8;
 const MAX_REPLY_TIME: Duration = Duration::from_secs(1);
 /// Interval between two sweeps.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The problem that no check is under leased policies.
+fn unleased() -> String {
+    format!(
+        "none of the first {} checks of a `Leased` store is under leased policies, so it answers none from memory: add `.leased(..)` \
+         to the policies, or remove the `Leased`{NOT_LEASED}",
+        Misses::REPORT_AT
+    )
+}
 
 impl<S: Store> SharedLeases<S> {
     pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
@@ -70,6 +83,7 @@ impl<S: Store> SharedLeases<S> {
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),
             short_lease_reported: OnceFlag::new(),
+            unleased: Misses::default(),
         })
     }
 
@@ -83,8 +97,10 @@ impl<S: Store> SharedLeases<S> {
         waited_until: Option<Instant>,
     ) -> Answer<LeasedFuture<S>> {
         let Some(lease) = lease_time(check.policies()) else {
+            self.unleased.missed(unleased);
             return self.send(check);
         };
+        self.unleased.found();
         let (shard, caller) = self.shards.of(check.key());
         let digest = caller.of_count(check.policies().id());
         if is_leasable(&check) {

@@ -41,10 +41,10 @@ pub(crate) use self::leasable::{has_lease, is_leasable, without_block};
 use self::inner::SharedLeases;
 use crate::blocks::Blocks;
 use crate::limit::{Check, Decision, Key};
-use crate::observe::Observer;
+use crate::observe::{Observer, shared_observer};
 use crate::store::{
     Answer, Backend, BlocksSent, Health, Hooks, Share, Store, StoreError, Unreconciled, Waiters,
-    Withdraw,
+    Withdraw, flush,
 };
 
 /// A store wrapper that answers busy callers from memory and never grants more than the quota.
@@ -137,7 +137,7 @@ impl<S: Store> LeasedBuilder<S> {
     /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
     /// log of problems](Observer).
     pub fn observer(mut self, observer: impl Observer) -> Self {
-        self.observer = Some(Arc::new(observer));
+        self.observer = Some(shared_observer(observer));
         self
     }
 
@@ -194,6 +194,11 @@ impl<S: Store> Store for Leased<S> {
 
     fn backend(&self) -> Backend<'_, Self::Future> {
         Backend::withdrawable(self)
+    }
+
+    async fn flush(&self) -> bool {
+        // A store of the application may owe more than its hooks know.
+        flush(self, None).await && self.inner.store.flush().await
     }
 }
 
@@ -256,6 +261,7 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner.observer.get_or_init(|| Arc::clone(observer));
+        self.inner.unleased.observe(observer);
         self.inner.store.backend().observe(observer);
     }
 }

@@ -136,10 +136,12 @@ impl Counts {
     }
 
     fn verdicts(&mut self, check: &Check, now: i64) -> Verdicts {
+        // First, so that an expired answer is not repeated.
         self.answers.retain(|_, answer| answer.until > now);
         let Some(id) = check.id() else {
             return self.charge(check, now);
         };
+        // With the policies: an id is charged once under each list.
         let mut key = Vec::new();
         for policy in check.policies() {
             key.extend_from_slice(key_of(policy).as_bytes());
@@ -161,6 +163,7 @@ impl Counts {
     }
 
     fn charge(&mut self, check: &Check, now: i64) -> Verdicts {
+        // An expired state equals a fresh one.
         self.states.retain(|_, state| state.until > now);
         let mut states: SmallVec<[State; 1]> = SmallVec::new();
         let mut places: SmallVec<[DecidedKey; 1]> = SmallVec::new();
@@ -284,6 +287,7 @@ impl<'a> Reader<'a> {
         let (bytes, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
         let number = i64::from_le_bytes(*bytes);
+        // A damaged number could overflow in the decision.
         if !NUMBERS.contains(&number) {
             return None;
         }

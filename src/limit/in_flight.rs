@@ -99,6 +99,7 @@ impl Slots {
     }
 
     fn set(&mut self, slot: SlotId, expiry: i64) {
+        // Both maps have the same slots: otherwise one would grow for ever.
         if let Some(before) = self.expiries.insert(slot, expiry) {
             self.by_expiry.remove(&(before, slot));
         }
@@ -119,6 +120,7 @@ impl Slots {
         {
             self.remove(slot);
         }
+        // After the clock went back, such slots would stay for too long.
         let bound = now + LONGEST_TTL;
         while let Some(&(expiry, slot)) = self.by_expiry.last()
             && expiry > bound
@@ -201,6 +203,7 @@ impl State {
         } = self.preview(params, ask);
         let slots = &mut *self.0;
         slots.pass_to(ask.now);
+        // A slot is not divided. If another policy denies the request, this one takes none.
         let granted = if max < 0 { 0 } else { grants };
         match (ask.mode, ask.slot) {
             (Mode::Reset, _) => *slots = Slots::default(),

@@ -221,6 +221,7 @@ impl Key {
         if parts.len() < 2 || is_nested || len > Self::MAX + 1 {
             let mut hash = Sha256::new().chain_update(b"tuple\0");
             for part in parts {
+                // With the lengths: the same bytes may be divided otherwise.
                 hash.update([part.len]);
                 hash.update(part.as_bytes());
             }
@@ -352,6 +353,7 @@ fn unwrapped(address: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = address else {
         return address;
     };
+    // NAT64 and 6to4 contain the address of an IPv4 host, which would have a key for each of them.
     match v6.octets() {
         [0, 0x64, 0xff, 0x9b, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d] => [a, b, c, d].into(),
         [0x20, 0x02, a, b, c, d, ..] => [a, b, c, d].into(),

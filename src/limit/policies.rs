@@ -119,6 +119,7 @@ impl Policies {
             );
             return Err(ConfigError::new(text));
         }
+        // At most 16, so comparing all pairs is fast.
         for (i, policy) in policies.iter().enumerate() {
             let name = policy.name();
             if policies[..i].iter().any(|other| other.name() == name) {

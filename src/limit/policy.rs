@@ -105,6 +105,7 @@ impl Policy {
     pub(super) fn of_kind(name: &str, kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
         check_name(name)?;
         quota.check()?;
+        // Its own bounds: the period is the time to live of a slot.
         if kind == PolicyKind::InFlight {
             in_flight::check(quota)?;
         }
@@ -162,9 +163,10 @@ impl Policy {
     /// has no slots.
     pub fn slot_ttl(self, time: Duration) -> Result<Self, ConfigError> {
         if !self.is_in_flight() {
-            let (name, kind) = (self.name(), self.kind());
             return Err(ConfigError::new(format!(
-                "policy {name:?} counts by {kind} and has no slots: set `slot_ttl` on a `Policy::in_flight` only"
+                "policy {:?} counts by {} and has no slots: set `slot_ttl` on a `Policy::in_flight` only",
+                self.name(),
+                self.kind()
             )));
         }
         let quota = Quota::per(self.quota().limit(), time);
@@ -226,6 +228,7 @@ impl Policy {
             Frees::WithWindow | Frees::OnRelease => stated,
         };
         let mut leased = self.with_quota(quota)?;
+        // Always `Some`: the policy was just made.
         if let Some(inner) = Arc::get_mut(&mut leased.0) {
             inner.lease = Some(QuotaLease { stated, time });
         }
@@ -326,6 +329,7 @@ impl Policy {
         if let Some(inner) = Arc::get_mut(&mut share.0) {
             let share = inner.params.share_of(self.params(), instances);
             inner.params = share.part_of(self.params());
+            // The share continues the count of the whole policy.
             inner.span = self.0.span.clone();
             inner.id = self.0.id;
             inner.whole = Some(self.clone());
@@ -455,6 +459,7 @@ impl fmt::Debug for Policy {
 impl PartialEq for Policy {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
+        // Most policies that are compared are clones of one.
         if Arc::ptr_eq(&self.0, &other.0) {
             return true;
         }

@@ -186,6 +186,7 @@ impl Quota {
     /// Returns the time in which `units` refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
         let of_all = self.period().as_nanos().saturating_mul(units.into());
+        // A limit of 0 is an error only where a policy is created.
         match u64::try_from(of_all / u128::from(self.limit.max(1))) {
             Ok(nanos) => Duration::from_nanos(nanos),
             Err(_) => Duration::MAX,
@@ -288,6 +289,7 @@ impl FromStr for Quota {
         let Some(limit) = whole(limit) else {
             return Err(wrong("the limit is not an integer up to 4294967295"));
         };
+        // Its own error, since the fix is another one.
         if has_another_rate(rest) {
             let problem = "there is more than one quota; use a policy for each, such as \
                            `Policies::new([per_second, per_hour])`, in settings a list of them";
@@ -349,6 +351,7 @@ fn has_another_rate(rest: &str) -> bool {
 
 /// Parses digits only: `u32::from_str` would also accept a sign.
 pub(super) fn whole(digits: &str) -> Option<u32> {
+    // `parse` would accept a sign.
     if !digits.bytes().all(|b| b.is_ascii_digit()) {
         return None;
     }

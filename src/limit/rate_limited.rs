@@ -43,7 +43,8 @@ impl RateLimited {
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let policy = self.decision.policy();
-        let (stated, name) = (policy.stated(), policy.name());
+        let stated = policy.stated();
+        let name = policy.name();
         match self.retry_after() {
             Some(wait) if policy.is_pause() => {
                 write!(f, "calls are paused ({name}); try again in {wait:?}")

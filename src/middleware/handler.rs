@@ -20,7 +20,8 @@ impl<S: Sync> FromRequestParts<S> for RequestCost {
     type Rejection = Response;
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Response> {
-        // One for the process: an extractor has no state.
+        // One for the process, since nothing of the application gets here: an extractor has no value, the layer that would have an
+        // observer is missing, and the state `S` is any type. So two applications of a process share its minute.
         static NOTIFIER: LazyLock<Notifier> = LazyLock::new(Notifier::default);
         if let Some(cost) = request.extensions.get::<Self>() {
             return Ok(cost.clone());

@@ -16,6 +16,15 @@ pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
     }
 }
 
+/// Shares the user's observer. If it shows no text, the log of problems stays.
+pub(crate) fn shared_observer(observer: impl Observer) -> Arc<dyn Observer> {
+    if observer.keeps_log() {
+        Arc::new((observer, DefaultObserver))
+    } else {
+        Arc::new(observer)
+    }
+}
+
 /// Logs through `tracing` if a subscriber is set, otherwise prints the worst problems to standard
 /// error.
 struct DefaultObserver;
@@ -49,9 +58,12 @@ pub(crate) fn log_unset(variable: &str) {
 }
 
 impl Observer for DefaultObserver {
-    /// Called only for denials of a dry run.
+    /// Nothing else shows the denials of a dry run.
     fn decided(&self, event: &event::Decided<'_>) {
-        if let Some(log) = shared_log() {
+        if event.dry_run
+            && !event.decision.is_allowed()
+            && let Some(log) = shared_log()
+        {
             log.decided(event);
         }
     }
@@ -62,9 +74,11 @@ impl Observer for DefaultObserver {
         }
     }
 
-    /// Called only for requests without a key.
+    /// Requests without a key may be a mistake. Others pass as configured.
     fn uncounted(&self, event: &event::Uncounted<'_>) {
-        if let Some(log) = shared_log() {
+        if let event::UncountedReason::NoKey(_) = event.reason
+            && let Some(log) = shared_log()
+        {
             log.uncounted(event);
         }
     }

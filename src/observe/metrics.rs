@@ -32,6 +32,9 @@ use super::{Observer, event};
 /// of [`Tiers::callers`](crate::select::Tiers::callers) may all have the same name, since their
 /// keys differ.
 ///
+/// Alone it keeps the [log of problems](Observer) of a layer or store without an observer.
+/// `(MetricsObserver::new(), ())` disables that log.
+///
 /// The names end as OpenMetrics requires (`_total`, `_seconds`), so that exporters do not change them.
 ///
 /// # Metrics for Prometheus
@@ -299,5 +302,10 @@ impl Observer for MetricsObserver {
     fn sent(&self, &event::Sent { checks, waiting }: &event::Sent) {
         histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
         gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
+    }
+
+    /// A metric names no server and no fix.
+    fn keeps_log(&self) -> bool {
+        true
     }
 }

@@ -43,6 +43,8 @@ mistakes! {
     PROXY_HEADER = "proxy-header",
     NESTED_PATTERN = "nested-pattern",
     UPGRADE_WITHOUT_COST = "upgrade-without-cost",
+    CONSTANT_ID = "constant-id",
+    WRONG_DEADLINE = "wrong-deadline",
 }
 
 /// Returns the code that a message ends with.

@@ -14,7 +14,7 @@ mod tracing;
 use std::fmt;
 use std::sync::Arc;
 
-pub(crate) use self::default_observer::{log_unset, or_log};
+pub(crate) use self::default_observer::{log_unset, or_log, shared_observer};
 #[cfg(feature = "metrics")]
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
@@ -29,7 +29,8 @@ pub use self::tracing::TracingObserver;
 /// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
 /// [`misconfigured`](Self::misconfigured), [`suspected`](Self::suspected), [`failed`](Self::failed) once a minute for each kind
 /// of error, the number of requests without a key once a minute, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
-/// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
+/// `degraded` and the first `misconfigured` to standard error. A `MetricsObserver` keeps this log, since it shows no text;
+/// any other observer replaces it. `.observer(())` disables both.
 ///
 /// Set the observer on each layer and [`Limiter`](crate::Limiter), since these report their decisions to their own
 /// observers only. They also pass the observer to their store, such as a [`Fallback`](crate::Fallback) and both stores in
@@ -131,6 +132,12 @@ pub trait Observer: Send + Sync + 'static {
     fn sent(&self, event: &event::Sent) {
         let _ = event;
     }
+
+    /// Returns `true` if problems are logged nevertheless, as without an observer.
+    #[doc(hidden)]
+    fn keeps_log(&self) -> bool {
+        false
+    }
 }
 
 /// Ignores all events: `.observer(())` also disables the log of problems.
@@ -196,14 +203,26 @@ macro_rules! forward {
 /// Notifies both observers.
 impl<A: Observer, B: Observer> Observer for (A, B) {
     forward!(self: self.0, self.1);
+
+    fn keeps_log(&self) -> bool {
+        self.0.keeps_log() && self.1.keeps_log()
+    }
 }
 
 impl<O: Observer + ?Sized> Observer for Arc<O> {
     forward!(self: (**self));
+
+    fn keeps_log(&self) -> bool {
+        (**self).keeps_log()
+    }
 }
 
 impl<O: Observer + ?Sized> Observer for Box<O> {
     forward!(self: (**self));
+
+    fn keeps_log(&self) -> bool {
+        (**self).keeps_log()
+    }
 }
 
 impl fmt::Debug for dyn Observer {

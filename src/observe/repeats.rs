@@ -83,6 +83,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
 
     /// Returns a few of the counts of minutes that have ended.
     pub(super) fn take_due(&self) -> SmallVec<[SubjectCount<S>; MAX_COUNTS_PER_CALL]> {
+        // Without the lock, since every event gets here.
         let due_at = self.due_at.load(Relaxed);
         if due_at == u64::MAX || instant() < self.start + Duration::from_micros(due_at) {
             return SmallVec::new();
@@ -90,6 +91,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         let mut guard = lock(&self.minute);
         let minute = &mut *guard;
         let quiet = minute.roll_over(instant());
+        // A few per event, so that no request writes the lines of all callers.
         let from = minute.due.len().saturating_sub(MAX_COUNTS_PER_CALL);
         let due = minute.due.drain(from..).collect();
         self.update_due_at(minute);
@@ -104,6 +106,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         let minute = &mut *lock(&self.minute);
         let mut all = mem::take(&mut minute.due);
         for (subject, count) in mem::take(&mut minute.counts).into_values() {
+            // The first occurrence of each is reported already.
             if count > 0 {
                 all.push((subject, count));
             }
@@ -130,6 +133,7 @@ impl<K: Eq + Hash, S: Clone> Minute<K, S> {
         }
         self.ends_at = now + MINUTE;
         let mut ended = vec![];
+        // Otherwise a subject of an earlier minute would take a place for ever.
         for (_, quiet) in self.counts.extract_if(|_, (_, count)| *count == 0) {
             ended.push(quiet);
         }

@@ -231,6 +231,7 @@ impl Observer for TracingObserver {
             reason = reason.as_str(),
             allowed, "rate limit did not count a request"
         );
+        // Others pass as configured.
         let event::UncountedReason::NoKey(problem) = reason else {
             return;
         };
@@ -289,6 +290,7 @@ impl Observer for TracingObserver {
     fn runtime_late(&self, &event::RuntimeLate { by, gave_up }: &event::RuntimeLate) {
         trace!(?by, gave_up, "the runtime was late");
         let delay = u64::try_from(by.as_micros()).unwrap_or(u64::MAX);
+        // Before the record, which may report it.
         self.log.longest_delay.fetch_max(delay, Relaxed);
         self.log.log_due_counts();
         if let Some(new) = self.log.late.record((), || ()) {

@@ -326,6 +326,13 @@ impl Drop for RequestCharges {
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         let settlement = state.settlement;
+        if settlement == Settlement::AtEnd
+            && let Some(first) = state.unsettled.reserved.first()
+            && first.decision().policies().without_in_flight().is_some()
+        {
+            self.ops
+                .ended(*self.reserved.get_mut() > 0 || counted.units.is_some());
+        }
         std::mem::take(&mut state.unsettled)
             .settle(|reserved| settlement.cost(reserved, counted), &self.ops);
     }

@@ -2,13 +2,12 @@ use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
 use super::config::{set_address_map, set_tls};
+use super::fallback::problem_of_deadline;
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, BoxStore, BoxStoreFuture, Fallback, FallbackFuture, Health, Instances,
@@ -17,7 +16,7 @@ use super::{
 };
 use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Decision};
-use crate::observe::Observer;
+use crate::observe::{Observer, shared_observer};
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
 ///
@@ -132,7 +131,7 @@ impl AnyStore {
     /// log of problems](Observer).
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
+        let observer = shared_observer(observer);
         self.backend().observe(&observer);
         self
     }
@@ -178,24 +177,8 @@ pub(super) fn fallback(
     config: &StoreConfig,
     redis: RedisStore,
 ) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
-    // With less, every reply of Redis would be too late: each instance would count separately
-    // although Redis works.
-    if config.deadline < Duration::from_millis(1) {
-        let text = format!(
-            "a deadline of {:?} for Redis: use at least 1 ms, such as 100 ms",
-            config.deadline
-        );
-        return Err(ConfigError::new(text).into());
-    }
-    if config.deadline > config.timeout {
-        let text = format!(
-            "a deadline of {:?} above the timeout of {:?}, which ends a call to Redis first: use a timeout above two \
-             deadlines, such as {:?}",
-            config.deadline,
-            config.timeout,
-            config.deadline.saturating_mul(5) / 2
-        );
-        return Err(ConfigError::new(text).into());
+    if let Some(problem) = problem_of_deadline(config.deadline, config.timeout) {
+        return Err(ConfigError::new(problem).into());
     }
     let share = match config.share {
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
@@ -357,6 +340,7 @@ impl fmt::Debug for AnyStoreFuture {
 #[cfg(test)]
 mod tests {
     use std::pin::pin;
+    use std::sync::Arc;
 
     use futures_util::FutureExt;
 

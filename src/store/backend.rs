@@ -307,7 +307,8 @@ mod tests {
     use super::*;
     use crate::leases::Leased;
     use crate::limit::{Check, Policies, Policy, Quota, Source, Strategy, Verdict};
-    use crate::store::{Answer, AnyStore, BoxStore, Store, StoreError};
+    use crate::limiter::Limiter;
+    use crate::store::{Answer, AnyStore, BoxStore, Fallback, LocalStore, Store, StoreError};
     use crate::util::lock;
 
     /// Has every hook.
@@ -325,6 +326,11 @@ mod tests {
 
         fn backend(&self) -> Backend<'_, Never> {
             Backend::withdrawable(self)
+        }
+
+        async fn flush(&self) -> bool {
+            lock(&self.0).push("flush");
+            true
         }
     }
 
@@ -421,6 +427,33 @@ mod tests {
         let boxed = BoxStore::new(hooked.clone());
         keeps_hooks(boxed.backend(), &hooked);
         keeps_hooks(AnyStore::from(boxed).backend(), &hooked);
+    }
+
+    /// It may owe more than the hooks know.
+    #[tokio::test]
+    async fn wrappers_flush_the_store_inside() {
+        let hooked = Hooked::default();
+        let own = || hooked.clone();
+        let policy = Policy::new("test", Strategy::Gcra, Quota::per_hour(10)).unwrap();
+        let boxed = BoxStore::new(own());
+        for (flushed, wrapper) in [
+            (Arc::new(own()).flush().await, "Arc"),
+            (boxed.flush().await, "BoxStore"),
+            (AnyStore::from(boxed).flush().await, "AnyStore"),
+            (Leased::new(own()).flush().await, "Leased"),
+            (Limiter::new(own(), policy).flush().await, "Limiter"),
+            (
+                Fallback::new(own(), LocalStore::default()).flush().await,
+                "primary",
+            ),
+            (
+                Fallback::new(LocalStore::default(), own()).flush().await,
+                "fallback",
+            ),
+        ] {
+            assert!(flushed, "{wrapper}");
+        }
+        assert_eq!(*lock(&hooked.0), ["flush"; 7]);
     }
 
     #[test]

@@ -1,3 +1,4 @@
+use std::any::type_name;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -42,6 +43,8 @@ trait DynStore: Send + Sync {
     fn health(&self) -> Health;
 
     fn flush(&self) -> Pin<Box<dyn Future<Output = bool> + Send + '_>>;
+
+    fn type_name(&self) -> &'static str;
 }
 
 /// Resolves to the reply of a [`BoxStore`].
@@ -115,6 +118,10 @@ impl<S: Store> DynStore for S {
     fn flush(&self) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
         Box::pin(Store::flush(self))
     }
+
+    fn type_name(&self) -> &'static str {
+        type_name::<S>()
+    }
 }
 
 impl<S: Store> Future for PendingCheck<S> {
@@ -142,7 +149,8 @@ impl Future for BoxStoreFuture {
 
 impl fmt::Debug for BoxStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BoxStore").finish_non_exhaustive()
+        // A store need not implement `Debug`.
+        write!(f, "BoxStore({})", self.0.type_name())
     }
 }
 

@@ -211,6 +211,7 @@ impl LocalCount {
             Self::Warmed { writer, .. } => {
                 let params = policy.params();
                 let was_of_another = policy.frees().is_gradual() && *writer != params.writer;
+                // A denial of a faster quota was written, which a warmed count cannot express.
                 if was_of_another && taken.is_of(params) {
                     *self = Self::Counted(taken);
                 }
@@ -270,6 +271,7 @@ impl LocalStore {
     /// time than its own.
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
+        // Under the lock, so that the times of a caller's checks do not go back.
         let now = now();
         let mut verdicts = match check.id() {
             None => shard.decide(check, caller, now),
@@ -307,6 +309,7 @@ impl Store for LocalStore {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
+        // After the decision: the waiters that it wakes check again immediately.
         if check.gives_room() {
             self.shared.waiters.freed(&check);
         }
@@ -335,6 +338,7 @@ impl Hooks for LocalStore {
 
 impl CountShard {
     fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
+        // Most checks have one policy, and are decided in place.
         if let [policy] = check.policies().as_slice() {
             return self.decide_one(check, policy, caller.of_count(policy.id()), now);
         }
@@ -352,6 +356,7 @@ impl CountShard {
         if !changes(check, &verdicts) {
             let places = check.policies().iter().zip(places);
             for (state, (policy, place)) in states.into_iter().zip(places) {
+                // Without a new hold: nothing has changed that it depends on.
                 if let Some(slot) = self.state_at(place) {
                     slot.value.put_back(state, policy);
                 }
@@ -396,6 +401,7 @@ impl CountShard {
                 let verdicts = check.decide(slice::from_mut(state), now);
                 if changes(check, &verdicts) {
                     *hold = hold_counted(state, verdicts.first(), policy, now);
+                    // It equals the state of a new caller.
                     if hold.expires_at() <= now {
                         self.states.remove(count);
                     }

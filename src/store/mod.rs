@@ -163,7 +163,9 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// slots, and for the second release of a slot whose take was not answered, half a second after the first one. The
     /// blocks of a [`Leased`](crate::Leased) store return only in its [`shutdown`](crate::Leased::shutdown).
     ///
-    /// The default uses the hooks of [`backend`](Self::backend): a custom store needs [`Waiters`] there.
+    /// The default uses the hooks of [`backend`](Self::backend): a custom store needs [`Waiters`] there. A store that owes
+    /// something else, such as the content of a buffer, also writes that. The stores around it and a
+    /// [`Limiter`](crate::Limiter) call this method after they have written what they owe.
     ///
     /// ```
     /// use tower_redis_ratelimit::store::Store;

@@ -434,6 +434,20 @@ async fn a_configured_store_returns_its_instances() {
     assert_eq!(count(&config), 1);
 }
 
+/// Such as one announcement for a `Fallback` and another one for a `Leased` store.
+#[tokio::test]
+async fn announcements_of_a_store_count_once() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let both = [&store, &store.clone()].map(|store| store.announce().unwrap());
+    until("both are announced", async || {
+        server.calls("zadd").await > 2
+    })
+    .await;
+    assert_eq!(server.command::<u32>("ZCARD rl:instances").await, 1);
+    assert_eq!(both.map(|instances| instances.alive().get()), [1, 1]);
+}
+
 #[tokio::test]
 async fn an_outage_reports_whether_instances_are_counted() {
     #[derive(Clone, Default)]

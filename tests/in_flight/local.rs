@@ -9,7 +9,7 @@ use http::{Request, Response};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::{Check, DryRun, RateLimited};
+use tower_redis_ratelimit::check::{Check, DryRun, Mode, RateLimited};
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnError;
@@ -386,26 +386,27 @@ async fn tried_calls_are_in_flight_until_answered() {
     }
 }
 
+/// The test decides checks under the policy `late`, and a local store all others.
+#[derive(Clone)]
+struct Late {
+    manual: ManualStore,
+    store: LocalStore,
+}
+
+impl Store for Late {
+    type Future = <ManualStore as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        match check.policies()[0].name() {
+            "late" => self.manual.check(check),
+            _ => Answer::ready(self.store.check(check).now_or_never().unwrap()),
+        }
+    }
+}
+
 /// When a call has ended, its slot is released, even if the result still waits for another check.
 #[tokio::test]
 async fn tried_calls_end_before_late_checks() {
-    #[derive(Clone)]
-    struct Late {
-        manual: ManualStore,
-        store: LocalStore,
-    }
-
-    impl Store for Late {
-        type Future = <ManualStore as Store>::Future;
-
-        fn check(&self, check: Check) -> Answer<Self::Future> {
-            match check.policies()[0].name() {
-                "late" => self.manual.check(check),
-                _ => Answer::ready(self.store.check(check).now_or_never().unwrap()),
-            }
-        }
-    }
-
     async fn ends<S: Service<String, Response = (), Error = BoxError>>(
         service: S,
         store: &LocalStore,
@@ -438,6 +439,40 @@ async fn tried_calls_end_before_late_checks() {
                 let layer = layer.settle(|_: &Result<(), _>| Settlement::Keep);
                 ends(layer.layer(answer), &store, &mut questions).await;
             }
+        }
+    }
+}
+
+/// The reply to a shadow's check comes after the end of its call, whose completed future is kept.
+#[tokio::test(start_paused = true)]
+async fn a_late_shadow_keeps_no_slot() {
+    async fn releases<S: Service<String, Response = (), Error = BoxError>>(
+        mut service: S,
+        questions: &mut Questions,
+    ) {
+        let mut call = Box::pin(service.ready().await.unwrap().call(String::new()));
+        assert!(waits(call.as_mut()));
+        questions.try_recv().unwrap().allow();
+        call.as_mut().await.unwrap();
+        let released = questions.recv().await.unwrap();
+        assert_eq!(released.check.mode(), Mode::Release);
+        drop(call);
+    }
+
+    let answer = service_fn(async |_: String| Ok::<_, Infallible>(()));
+    for settles in [false, true] {
+        let (manual, mut questions) = manual_store();
+        let late = Late {
+            manual,
+            store: LocalStore::default(),
+        };
+        let slots = Policy::in_flight("late", 1).unwrap();
+        let layer = CallLimitLayer::new(late, Global, gcra("api", "9/h")).shadow(slots);
+        if settles {
+            let layer = layer.settle(|_: &Result<(), _>| Settlement::AtEnd);
+            releases(layer.layer(answer), &mut questions).await;
+        } else {
+            releases(layer.layer(answer), &mut questions).await;
         }
     }
 }

@@ -36,6 +36,8 @@ use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key};
+use crate::observe::misses::Misses;
+use crate::observe::mistakes::NO_COST;
 use crate::observe::{Observer, event, or_log};
 use crate::util::{OnceFlag, OwnCount, contain, instant, lock, polled_after_completion};
 
@@ -89,6 +91,8 @@ struct SharedQueue {
     /// The first runtime that has used the queue.
     first_runtime: OnceLock<Handle>,
     suspected: OnceFlag,
+    /// The requests that ended without any cost.
+    free: Misses,
 }
 
 #[derive(Default)]
@@ -154,6 +158,10 @@ impl OpQueue {
         send_check: impl Fn(Check) -> SentCheck + Send + Sync + 'static,
         observer: Option<Arc<dyn Observer>>,
     ) -> Self {
+        let free = Misses::default();
+        if let Some(observer) = &observer {
+            free.observe(observer);
+        }
         Self::of(Arc::new(SharedQueue {
             send_check: Box::new(send_check),
             observer,
@@ -165,6 +173,7 @@ impl OpQueue {
             sender: TaskOwner::new(),
             first_runtime: OnceLock::new(),
             suspected: OnceFlag::new(),
+            free,
         }))
     }
 
@@ -198,6 +207,22 @@ impl OpQueue {
         if self.shared.suspected.claim() {
             or_log(self.shared.observer.as_ref()).suspected(&event::Suspected::new(problem));
         }
+    }
+
+    /// Notifies the observer, once, if all of the first requests ended without any cost. Call it at the end of each request
+    /// whose handler determines its cost.
+    pub(crate) fn ended(&self, has_cost: bool) {
+        let free = &self.shared.free;
+        if has_cost {
+            return free.found();
+        }
+        free.missed(|| {
+            format!(
+                "none of the first {} requests cost anything, so the layer limits nothing: their initial cost is 0, and no handler has \
+                 counted one: let it `add`, `set` or `reserve` the cost by a `RequestCost`, or return at least 1 from `.cost(..)`{NO_COST}",
+                Misses::REPORT_AT
+            )
+        });
     }
 
     /// Notifies the observer that the queue has no room for an operation of this caller.

@@ -128,7 +128,7 @@ impl Charges {
         if newest.time() <= start {
             return None;
         }
-        let (base, _) = search(0, queue.len() - 1, |place| queue[place].time() > start);
+        let base = search(0, queue.len() - 1, |place| queue[place].time() > start).before;
         Some((base, newest.since(queue[base]), newest.time()))
     }
 
@@ -137,10 +137,10 @@ impl Charges {
     #[inline]
     pub(super) fn freeing(&self, base: usize, over: i64) -> Option<i64> {
         let queue = self.queue()?;
-        let (_, place) = search(base, queue.len(), |place| {
+        let boundary = search(base, queue.len(), |place| {
             queue[place].since(queue[base]) >= over
         });
-        Some(queue.get(place)?.time())
+        Some(queue.get(boundary.after)?.time())
     }
 
     /// Returns the index of the first charge after `time`. The newest must be after `time`.
@@ -150,8 +150,7 @@ impl Charges {
             return base;
         };
         // From the newest: after a small step of the clock, few charges are later.
-        let (first, _) = search(queue.len() - 1, base, |place| queue[place].time() <= time);
-        first
+        search(queue.len() - 1, base, |place| queue[place].time() <= time).before
     }
 
     /// Removes `cost` units, oldest first, from the charges after `time`; if these hold fewer, also
@@ -169,13 +168,14 @@ impl Charges {
         let Some(queue) = &mut self.0 else { return };
         let origin = queue[base];
         let total = queue[queue.len() - 1].since(origin);
-        let (before, _) = search(base, queue.len(), |place| queue[place].time() > time);
+        let before = search(base, queue.len(), |place| queue[place].time() > time).before;
         let start = queue[before].since(origin).min(total - cost);
-        let (mut last_kept, first_lowered) = search(base, queue.len(), |place| {
+        let lowered = search(base, queue.len(), |place| {
             queue[place].since(origin) > start
         });
+        let mut last_kept = lowered.before;
         let mut kept_sum = queue[last_kept].since(origin);
-        for place in first_lowered..queue.len() {
+        for place in lowered.after..queue.len() {
             let charge = queue[place];
             let sum = start.max(charge.since(origin) - cost);
             // A charge that adds nothing to the sum is removed entirely.
@@ -252,14 +252,20 @@ impl Charges {
     }
 }
 
-/// Returns two adjacent indices between `near` and `far`: `test` is `false` for the first and
-/// `true` for the second. `test` must be monotonic, `false` at `near` and `true` at `far`, and is not
-/// called for these.
+/// Two adjacent indices: a test is `false` for the first and `true` for the second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Boundary {
+    before: usize,
+    after: usize,
+}
+
+/// Returns where `test` changes between `near` and `far`. It must be monotonic, `false` at `near` and `true` at `far`,
+/// and is not called for these.
 ///
 /// An exponential search: in steps that double, from `near`, then by bisection. So the time is
 /// logarithmic in the distance from `near`, not in the length of the queue.
 #[inline]
-fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usize, usize) {
+fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> Boundary {
     let mut step = 1_usize;
     while near.abs_diff(far) > 1 {
         let ahead = step.min(near.abs_diff(far) / 2);
@@ -277,7 +283,10 @@ fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usi
             step = step.saturating_mul(2);
         }
     }
-    (near, far)
+    Boundary {
+        before: near,
+        after: far,
+    }
 }
 
 #[cfg(test)]

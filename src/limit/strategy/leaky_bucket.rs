@@ -22,7 +22,8 @@ pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool
         burst,
         ..
     } = model;
-    let (mut level, mut at) = (0, 0);
+    let mut level = 0;
+    let mut at = 0;
     for (time, cost) in &model.grants {
         level = 0.max(level - (time - at) * limit) + cost * period;
         at = *time;

@@ -137,6 +137,12 @@ struct Changed {
     until: i64,
 }
 
+/// A level at some time, and the time since which it drains.
+struct Drained {
+    level: i64,
+    at: i64,
+}
+
 /// Registers: the current level in ticks, the time since which the meter drains, and whether this quota wrote the level.
 impl<const LETTER: char> Algorithm for Meter<LETTER> {
     fn frees(strategy: Strategy) -> Frees {
@@ -168,7 +174,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         if !self.is_of(params) {
             return (self.load_changed(params, now), is_future);
         }
-        let (level, at) = self.drained(params, now);
+        let Drained { level, at } = self.drained(params, now);
         ([level, at, OWN], is_future)
     }
 
@@ -409,8 +415,8 @@ impl<const LETTER: char> Meter<LETTER> {
         }
     }
 
-    /// Returns the level at `now`, and the time since which it drains, under the quota that wrote it.
-    fn drained(&self, params: &Params, now: i64) -> (i64, i64) {
+    /// Returns what is left at `now` under the quota that wrote the level.
+    fn drained(&self, params: &Params, now: i64) -> Drained {
         // After the clock went back, the level starts to drain now.
         let since = self.at.min(now);
         let elapsed = now - since;
@@ -421,26 +427,32 @@ impl<const LETTER: char> Meter<LETTER> {
             params.deepest
         };
         let level = self.level.min(highest);
-        let (level, at) = if Self::in_batches(params) {
+        let left = if Self::in_batches(params) {
             let due = elapsed.div_euclid(params.period);
             let periods = due.min(div_ceil(level, params.ticks));
-            (
-                level - periods * params.ticks,
-                since + periods * params.period,
-            )
+            Drained {
+                level: level - periods * params.ticks,
+                at: since + periods * params.period,
+            }
         } else {
             let drained = elapsed.saturating_mul(params.ticks);
-            (level.saturating_sub(drained), now)
+            Drained {
+                level: level.saturating_sub(drained),
+                at: now,
+            }
         };
+        if left.level > 0 {
+            return left;
+        }
         // An empty meter drains from its next charge on.
-        if level > 0 { (level, at) } else { (0, now) }
+        Drained { level: 0, at: now }
     }
 
     /// Loads a level that another quota wrote.
     #[cold]
     fn load_changed(&self, params: &Params, now: i64) -> Registers {
         let writer = self.writer_params(params);
-        let (level, at) = self.drained(&writer, now);
+        let Drained { level, at } = self.drained(&writer, now);
         if level == 0 {
             return [0, now, OWN];
         }
@@ -455,7 +467,7 @@ impl<const LETTER: char> Meter<LETTER> {
     /// Returns the microseconds until no more than these units are used, at the rate of the writer.
     fn writers_wait(&self, params: &Params, now: i64, units: i64) -> i64 {
         let writer = self.writer_params(params);
-        let (level, at) = self.drained(&writer, now);
+        let Drained { level, at } = self.drained(&writer, now);
         // A share has fewer units in the same time.
         let instances = (params.interval / params.unit).max(1);
         let target = units.saturating_mul(writer.unit.saturating_mul(instances));
@@ -497,7 +509,9 @@ impl<const LETTER: char> Meter<LETTER> {
     #[inline(never)]
     fn save_of_writer(&mut self, params: &Params, now: i64) {
         let writer = self.writer_params(params);
-        (self.level, self.at) = self.drained(&writer, now);
+        let Drained { level, at } = self.drained(&writer, now);
+        self.level = level;
+        self.at = at;
     }
 
     #[inline(never)]
@@ -512,7 +526,7 @@ impl<const LETTER: char> Meter<LETTER> {
     /// Lowers the level of the writer to this level under another quota.
     fn refund_to_writer(&mut self, params: &Params, now: i64, left: i64) {
         let writer = self.writer_params(params);
-        let (level, at) = self.drained(&writer, now);
+        let Drained { level, at } = self.drained(&writer, now);
         self.level = level.min(convert(left, params.unit, writer.unit));
         self.at = at;
     }

@@ -52,7 +52,8 @@ pub(super) const MAX_TICKS: i64 = 1 << 52;
 impl Params {
     pub(in crate::limit) fn new(kind: PolicyKind, quota: Quota) -> Result<Self, ConfigError> {
         check_calendar(kind, quota)?;
-        let (capacity, frees) = (quota.capacity(), kind.frees());
+        let capacity = quota.capacity();
+        let frees = kind.frees();
         if capacity != quota.limit() && !frees.has_burst() {
             return Err(ConfigError::new(format!(
                 "a burst of {capacity} for a window of {}: remove the burst, which is always the limit, or use a strategy \
@@ -242,10 +243,10 @@ fn check_calendar(kind: PolicyKind, quota: Quota) -> Result<(), ConfigError> {
 /// part in 500,000.
 fn rate(period: u128, limit: u128, capacity: u128) -> (u128, u128) {
     let divisor = gcd(period, limit);
-    let (ticks, interval) = (limit / divisor, period / divisor);
+    let interval = period / divisor;
     let max = MAX_TICKS as u128;
     if 2 * capacity * interval <= max {
-        return (ticks, interval);
+        return (limit / divisor, interval);
     }
     // Rounding up adds at most one tick to the interval, `2 * capacity` to a full debt.
     let ticks = (max - 2 * capacity) * limit / (2 * capacity * period);

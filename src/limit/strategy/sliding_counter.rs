@@ -53,8 +53,8 @@ impl Algorithm for State {
 
     fn room(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
         // The part of the previous count that the sliding window overlaps, rounded up.
-        let (overlap, rest) = mul_div(previous, start + params.period - now, params.period);
-        params.capacity - current - overlap - i64::from(rest > 0)
+        let overlap = mul_div(previous, start + params.period - now, params.period);
+        params.capacity - current - overlap.whole - i64::from(overlap.rest > 0)
     }
 
     fn wait(
@@ -66,12 +66,12 @@ impl Algorithm for State {
     ) -> i64 {
         let left = start + params.period - now;
         if current + cost <= params.capacity {
-            let (fits, _) = mul_div(params.period, params.capacity - current - cost, previous);
-            return left - fits;
+            let fits = mul_div(params.period, params.capacity - current - cost, previous);
+            return left - fits.whole;
         }
         // In the next window, when the current one is the previous one.
-        let (fits, _) = mul_div(params.period, params.capacity - cost, current);
-        left + params.period - fits
+        let fits = mul_div(params.period, params.capacity - cost, current);
+        left + params.period - fits.whole
     }
 
     fn charge(
@@ -175,18 +175,27 @@ fn window_start(params: &Params, now: i64) -> i64 {
     now - now.rem_euclid(params.period)
 }
 
-/// Returns `n * x / d`, rounded down, and the remainder. `x` is at most `d`, so the quotient is at
-/// most `n`.
-fn mul_div(n: i64, x: i64, d: i64) -> (i64, i64) {
+/// A quotient, rounded down, and its remainder.
+struct Quotient {
+    whole: i64,
+    rest: i64,
+}
+
+/// Returns `n * x / d`. `x` is at most `d`, so the quotient is at most `n`.
+fn mul_div(n: i64, x: i64, d: i64) -> Quotient {
     let product = i128::from(n) * i128::from(x);
     let divisor = i128::from(d);
-    ((product / divisor) as i64, (product % divisor) as i64)
+    Quotient {
+        whole: (product / divisor) as i64,
+        rest: (product % divisor) as i64,
+    }
 }
 
 /// The strategy's definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    let (limit, period) = (model.limit, model.period);
+    let limit = model.limit;
+    let period = model.period;
     let window = |time: i128| time.div_euclid(period);
     let current = model.granted(|time| window(time) == window(now));
     let previous = model.granted(|time| window(time) == window(now) - 1);

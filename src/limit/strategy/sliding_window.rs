@@ -195,7 +195,8 @@ pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool
     let Strategy::SlidingWindow { cells } = model.strategy else {
         unreachable!()
     };
-    let (limit, period) = (model.limit, model.period);
+    let limit = model.limit;
+    let period = model.period;
     let width = (period + i128::from(cells) - 1) / i128::from(cells);
     let cell_end = |time: i128| (time.div_euclid(width) + 1) * width;
     let allowed = model.granted(|time| cell_end(time) > now - period) + cost <= limit;

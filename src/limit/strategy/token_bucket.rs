@@ -37,14 +37,16 @@ pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool
     } = model;
     if model.strategy == super::Strategy::TokenBucket(Refill::Greedy) {
         // Multiply tokens by the period to keep refills integral.
-        let (mut tokens, mut at) = (burst * period, 0);
+        let mut tokens = burst * period;
+        let mut at = 0;
         for (time, cost) in &model.grants {
             tokens = (burst * period).min(tokens + (time - at) * limit) - cost * period;
             at = *time;
         }
         return (burst * period).min(tokens + (now - at) * limit) >= cost * period;
     }
-    let (mut tokens, mut refilled) = (burst, 0);
+    let mut tokens = burst;
+    let mut refilled = 0;
     let mut refill = |tokens: &mut i128, now: i128| {
         while *tokens < burst && refilled + period <= now {
             *tokens = burst.min(*tokens + limit);

@@ -24,7 +24,8 @@ impl Writer {
     /// `interval` is below 2^48, the others are below 2^32. None is 0.
     pub(crate) fn new(interval: i64, ticks: i64, capacity: i64) -> Self {
         let [interval, ticks, capacity] = [interval, ticks, capacity].map(|number| number as u64);
-        let (first, second) = (bytes_of(interval), bytes_of(ticks));
+        let first = bytes_of(interval);
+        let second = bytes_of(ticks);
         if first + second + bytes_of(capacity) <= SHORT_BYTES {
             let tag = u64::from(8 * first + second) << 56;
             let numbers = interval | ticks << (8 * first) | capacity << (8 * (first + second));
@@ -45,7 +46,8 @@ impl Writer {
         let numbers = if tag == 0 {
             [self.code, self.rest & u64::from(u32::MAX), self.rest >> 32]
         } else {
-            let (first, second) = (tag / 8, tag % 8);
+            let first = tag / 8;
+            let second = tag % 8;
             if first == 0 || second == 0 || first + second >= SHORT_BYTES {
                 return None;
             }

@@ -101,6 +101,7 @@ impl HeaderKey {
     /// The key of requests with this value, for [a single caller's policies](crate::select::Tiers::caller) and for a
     /// [`Limiter`](crate::Limiter).
     pub fn key_of(&self, value: impl AsRef<[u8]>) -> Key {
+        // As in a request: see `extract`.
         let value = value.as_ref().trim_ascii();
         if self.secret {
             Key::secret(value)
@@ -136,6 +137,7 @@ impl KeyExtractor for HeaderKey {
     }
 
     fn forms(&self) -> KeyForms {
+        // A readable value that is long, or has other characters, is hashed too.
         if self.secret {
             KeyForms::HASH
         } else {

@@ -9,6 +9,7 @@ use http::request::Parts;
 
 use crate::gate::{KeyExtractor, MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
+use crate::observe::misses::Misses;
 use crate::observe::mistakes::{NO_PEER_ADDRESS, PROXY_HEADER, UNKNOWN_PROXY};
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
@@ -246,7 +247,7 @@ static HEADERS: [HeaderName; 2] = [HeaderName::from_static("x-forwarded-for"), F
 
 /// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count. Checks a
 /// request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
-/// peer with a public address may be a client that forges the header, so it is not reported.
+/// peer with a public address may be a client that forges the header, so 1,000 of them are only suspected.
 #[inline(always)]
 pub(super) fn notice_proxy(
     layer: &Notifier,
@@ -254,17 +255,63 @@ pub(super) fn notice_proxy(
     request: &Parts,
     header: Option<&HeaderName>,
 ) {
-    if peer.is_near() && layer.notices_proxies() {
-        let headers = match header {
-            Some(header) => slice::from_ref(header),
-            None => &HEADERS,
-        };
-        for name in headers {
-            if request.headers.contains_key(name) {
-                layer.unknown_proxy(|| unknown_proxy(peer, name, header));
-                return;
-            }
+    if peer.is_near() {
+        if layer.notices_proxies()
+            && let Some(sent) = sent(request, header)
+        {
+            layer.unknown_proxy(|| unknown_proxy(peer, sent, header));
         }
+    } else if peer != Peer::Unknown && layer.examines_peers() {
+        notice_public_proxy(layer, request, header);
+    }
+}
+
+/// Returns the header of a proxy that the request has.
+fn sent<'a>(request: &Parts, header: Option<&'a HeaderName>) -> Option<&'a HeaderName> {
+    let headers = match header {
+        Some(header) => slice::from_ref(header),
+        None => &HEADERS,
+    };
+    headers
+        .iter()
+        .find(|name| request.headers.contains_key(*name))
+}
+
+/// Counts the requests of public peers that may be proxies.
+#[cold]
+fn notice_public_proxy(layer: &Notifier, request: &Parts, header: Option<&HeaderName>) {
+    match sent(request, header) {
+        Some(sent) => layer.forwarded(|| public_proxies(sent, header)),
+        None => layer.not_forwarded(),
+    }
+}
+
+fn public_proxies(sent: &HeaderName, header: Option<&HeaderName>) -> String {
+    let fix = match header {
+        Some(_) => {
+            "trust the networks of these proxies, or use `.hops(..)` if no client can bypass them"
+                .to_owned()
+        }
+        None => {
+            let of_header = of_header(sent);
+            format!(
+                "count by `ClientIp::{of_header}()`, and trust the networks of these proxies, or their number by `.hops(..)`"
+            )
+        }
+    };
+    format!(
+        "all of the first {} requests came from public addresses with `{sent}`, so these are probably proxies, and all clients of one \
+         share one count: {fix}, or ignore this if one client has sent them{UNKNOWN_PROXY}",
+        Misses::REPORT_AT
+    )
+}
+
+/// The constructor of a `ClientIp` that reads this header.
+fn of_header(sent: &HeaderName) -> &'static str {
+    if *sent == FORWARDED {
+        "forwarded"
+    } else {
+        "x_forwarded_for"
     }
 }
 
@@ -276,10 +323,7 @@ fn unknown_proxy(peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) -> 
     let fix = match header {
         Some(_) => format!("trust it, as in `.trust([{trusted:?}])`"),
         None => {
-            let of_header = match *sent == FORWARDED {
-                true => "forwarded",
-                false => "x_forwarded_for",
-            };
+            let of_header = of_header(sent);
             format!("count by `ClientIp::{of_header}().trust([{trusted:?}])?`")
         }
     };
@@ -428,6 +472,11 @@ mod tests {
         fn misconfigured(&self, event: &event::Misconfigured<'_>) {
             self.0.lock().unwrap().push(event.problem.to_owned());
         }
+
+        fn suspected(&self, event: &event::Suspected<'_>) {
+            let suspicion = format!("suspected: {}", event.problem);
+            self.0.lock().unwrap().push(suspicion);
+        }
     }
 
     fn address(text: &str) -> Peer {
@@ -500,6 +549,51 @@ mod tests {
             };
             assert!(report.starts_with(expected), "{report}");
             assert!(report.ends_with("#unknown-proxy)"), "{report}");
+        }
+    }
+
+    /// Clients can forge the header, so the report says only that a proxy is likely.
+    #[test]
+    fn only_public_proxies_of_all_requests_are_suspected() {
+        let header = HeaderName::from_static("x-forwarded-for");
+        let request = |has_header: bool| {
+            let mut request = Request::new(()).into_parts().0;
+            if has_header {
+                let value = http::HeaderValue::from_static("198.51.100.7");
+                request.headers.insert(&header, value);
+            }
+            request
+        };
+        let reports = |direct: Option<u32>, read: Option<&HeaderName>| {
+            let problems = Arc::new(Problems::default());
+            let layer = Notifier::new(problems.clone());
+            for number in 0..1_100 {
+                let request = request(direct != Some(number));
+                notice_proxy(&layer, address("203.0.113.9"), &request, read);
+            }
+            problems.0.lock().unwrap().clone()
+        };
+        for (read, fix) in [
+            (
+                None,
+                "count by `ClientIp::x_forwarded_for()`, and trust the networks of these proxies, or",
+            ),
+            (
+                Some(&header),
+                "trust the networks of these proxies, or use `.hops(..)` if",
+            ),
+        ] {
+            let seen = reports(None, read);
+            let [report] = &seen[..] else {
+                panic!("one report is expected: {seen:?}");
+            };
+            let start = format!(
+                "suspected: all of the first 1000 requests came from public addresses with `x-forwarded-for`, so these are probably \
+                 proxies, and all clients of one share one count: {fix}"
+            );
+            assert!(report.starts_with(&start), "{report}");
+            assert!(report.ends_with("#unknown-proxy)"), "{report}");
+            assert_eq!(reports(Some(999), read), [""; 0], "a client");
         }
     }
 

@@ -363,10 +363,8 @@ fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
             reset => reset.unsigned_abs(),
         };
     }
-    let (reset, remaining) = (
-        verdict.reset.unsigned_abs(),
-        verdict.remaining.unsigned_abs(),
-    );
+    let reset = verdict.reset.unsigned_abs();
+    let remaining = verdict.remaining.unsigned_abs();
     let next = match policy.frees().is_gradual() {
         // No unit comes later than the remaining ones last.
         true if remaining > 0 => 0,
@@ -378,10 +376,8 @@ fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
 
 /// The time in which the quota refills `cost` units, in microseconds: 40 s for 2 units of `3/m`.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
-    let (period, limit) = (
-        policy.params().period.unsigned_abs(),
-        u64::from(policy.quota().limit().max(1)),
-    );
+    let period = policy.params().period.unsigned_abs();
+    let limit = u64::from(policy.quota().limit().max(1));
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
         // The quotient fits in 64 bits: no quota takes longer than ten years to refill.

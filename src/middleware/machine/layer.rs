@@ -3,7 +3,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::service::Limit;
 use crate::gate::{Gate, KeyExtractor};
-use crate::observe::Observer;
+use crate::observe::{Observer, shared_observer};
 use crate::store::Store;
 use crate::util::Copies;
 
@@ -47,7 +47,7 @@ impl<S: Clone, K, H: 'static, P: Clone> LimitLayer<S, K, H, P> {
         S: Store,
         K: KeyExtractor<H>,
     {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
+        let observer = shared_observer(observer);
         self.shared.extractor.observe(&observer);
         self.change(|config| config.gate.observe(observer))
     }

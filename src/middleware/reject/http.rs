@@ -187,6 +187,7 @@ impl HttpReject {
             _ => drop(reason.write_to(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
+        // Policies that allow the request are left out, so a client does not wait for them.
         let each = decision.policies().iter().zip(&decision.verdicts().each);
         let violated = each.filter(|(_, verdict)| !verdict.is_allowed());
         for (i, (policy, _)) in violated.enumerate() {

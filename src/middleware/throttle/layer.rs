@@ -10,7 +10,7 @@ use super::service::ThrottleSettings;
 use super::{Bounded, Throttle, Unbounded};
 use crate::gate::{Notifier, PolicySelector, Selector};
 use crate::limit::Key;
-use crate::observe::Observer;
+use crate::observe::{Observer, shared_observer};
 use crate::store::Store;
 use crate::wait_queues::{Bounds, WaitQueues};
 
@@ -173,7 +173,7 @@ impl<W> ThrottleLayer<W> {
     /// attention](Observer); `()` disables it.
     #[must_use]
     pub fn observer(mut self, observer: impl Observer) -> Self {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
+        let observer = shared_observer(observer);
         self.settings.wait_queues = self.settings.wait_queues.observed(&observer);
         self.settings.policies.observe(&observer);
         self.settings.notifier = Notifier::new(observer);

@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use http::StatusCode;
 use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
@@ -137,20 +137,42 @@ fn policy_of(name: &str, max: Duration) -> Result<Policy, ConfigError> {
 /// ```
 #[doc(alias("Retry-After", "429"))]
 pub fn retry_after(status: StatusCode, headers: &HeaderMap) -> Option<Duration> {
-    let text = |name: &str| Some(headers.get(name)?.to_str().ok()?.trim());
-    // `parse` would accept a sign.
-    let is_number = |text: &&str| text.bytes().all(|byte| byte.is_ascii_digit());
-    let number = |name: &str| text(name).filter(is_number)?.parse().ok();
-    let date = |name: HeaderName| httpdate::parse_http_date(text(name.as_str())?).ok();
     match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-            let seconds = number(RETRY_AFTER.as_str()).map(Duration::from_secs);
-            seconds.or_else(|| {
-                let wait = date(RETRY_AFTER)?.duration_since(date(DATE)?);
-                Some(wait.unwrap_or_default())
-            })
+            match number(headers, RETRY_AFTER.as_str()) {
+                Some(seconds) => Some(Duration::from_secs(seconds)),
+                None => until_date(headers),
+            }
         }
-        // A negative number means that retrying never helps. It does not parse, so no pause begins.
-        _ => number("grpc-retry-pushback-ms").map(Duration::from_millis),
+        // A negative number means that retrying never helps. It is not read, so no pause begins.
+        _ => {
+            let millis = number(headers, "grpc-retry-pushback-ms")?;
+            Some(Duration::from_millis(millis))
+        }
     }
+}
+
+/// Returns the time from the response's own date to the date in `Retry-After`.
+fn until_date(headers: &HeaderMap) -> Option<Duration> {
+    let end = date(headers, RETRY_AFTER)?;
+    let sent_at = date(headers, DATE)?;
+    // Nothing, if the end has passed.
+    Some(end.duration_since(sent_at).unwrap_or_default())
+}
+
+fn date(headers: &HeaderMap, name: HeaderName) -> Option<SystemTime> {
+    httpdate::parse_http_date(text(headers, name.as_str())?).ok()
+}
+
+fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
+    let digits = text(headers, name)?;
+    // `parse` would accept a sign.
+    if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    digits.parse().ok()
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    Some(headers.get(name)?.to_str().ok()?.trim())
 }

@@ -24,6 +24,7 @@ pub(in crate::store) fn set_tls(
 ) -> Result<RedisStoreBuilder, ConfigError> {
     if let Some(path) = &config.root_certificates {
         let pem = read("root_certificates", path)?;
+        // Here, since the builder does not know the path for its error.
         if let Err(error) = check_roots(&pem) {
             return Err(in_files(&[path], &error));
         }
@@ -38,6 +39,7 @@ pub(in crate::store) fn set_tls(
             }
             builder = builder.client_certificate(certificate_pem, key_pem);
         }
+        // A certificate is no proof without its key.
         (Some(_), None) => return Err(unpaired("client_certificate", "client_key")),
         (None, Some(_)) => return Err(unpaired("client_key", "client_certificate")),
         (None, None) => {}
@@ -61,6 +63,7 @@ pub(in crate::store) fn set_tls(
         server_name,
         ..
     } = config;
+    // Ignored, they would leave a connection without TLS.
     let files = [root_certificates, client_certificate, client_key];
     if server_name.is_some() || files.into_iter().any(Option::is_some) {
         return Err(no_tls());

@@ -98,10 +98,12 @@ impl Setting for BTreeMap<String, String> {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         let mut map = Self::new();
+        // A comma at the end is no pair.
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let fix = "use the form `10.0.0.1:6379=127.0.0.1:7000`, and each address once";
             let wrong = || ConfigError::invalid("pair of addresses", pair, fix);
             let (from, to) = pair.split_once('=').ok_or_else(wrong)?;
+            // A second entry for an address would replace the first.
             let former = map.insert(from.trim().to_owned(), to.trim().to_owned());
             if former.is_some() {
                 return Err(wrong());

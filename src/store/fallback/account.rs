@@ -127,7 +127,7 @@ impl Account {
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
         self.policies = policies.clone();
-        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
+        for (policy, count) in self.each_mut() {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
             // A bucket drains at the rate of the quota that wrote it: if these rates differed, so would the parts that
             // drain.
@@ -137,7 +137,7 @@ impl Account {
 
     /// Drops all charges, and records a reset.
     pub(super) fn reset(&mut self, now: i64) {
-        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
+        for (policy, count) in self.each_mut() {
             *count = PrimaryCount::new(State::fresh(policy.kind()));
         }
         self.sent_until = now;
@@ -174,8 +174,7 @@ impl Account {
         let RefundTo::Account(part) = self.refund_to(check, now) else {
             return None;
         };
-        let counts = self.policies.iter().zip(&mut self.counts);
-        for (i, (policy, count)) in counts.enumerate() {
+        for (i, (policy, count)) in self.each_mut().enumerate() {
             let cost = limited(count.unsent(policy, now)).min(part);
             let charge = match charged(check).get(i) {
                 Some(charge) => *charge,
@@ -195,7 +194,7 @@ impl Account {
     /// Returns the largest part of a limit that the caller has used, in 255ths.
     pub(super) fn used(&self, now: i64) -> u8 {
         let mut most = 0;
-        for (policy, count) in self.policies.iter().zip(&self.counts) {
+        for (policy, count) in self.each() {
             let capacity = policy.params().capacity.max(1);
             let used = count.all.counted(policy, now).clamp(0, capacity);
             most = most.max((used * 255 / capacity) as u8);
@@ -205,12 +204,20 @@ impl Account {
 
     /// Returns the unexpired cost that was not sent: the most under any policy.
     fn unsent(&self, now: i64) -> u64 {
-        self.each_unsent(now).max().unwrap_or(0)
+        let mut most = 0;
+        for (policy, count) in self.each() {
+            most = most.max(count.unsent(policy, now));
+        }
+        most
     }
 
-    fn each_unsent(&self, now: i64) -> impl Iterator<Item = u64> {
-        let counts = self.policies.iter().zip(&self.counts);
-        counts.map(move |(policy, count)| count.unsent(policy, now))
+    /// Each policy, and its count.
+    fn each(&self) -> impl Iterator<Item = (&Policy, &PrimaryCount)> {
+        self.policies.iter().zip(&self.counts)
+    }
+
+    fn each_mut(&mut self) -> impl Iterator<Item = (&Policy, &mut PrimaryCount)> {
+        self.policies.iter().zip(&mut self.counts)
     }
 
     /// Returns the next check that the primary store lacks, and counts it as sent. `None` if it lacks nothing.
@@ -222,17 +229,27 @@ impl Account {
         if mem::take(&mut self.lacks_reset) {
             return Some(Check::reset(key, &self.policies));
         }
-        let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
-        let least = unsent.iter().filter(|unsent| **unsent > 0).min()?;
-        let cost = limited(*least);
-        let policies = self.lacking(&unsent)?;
-        self.before_charge = Some(BeforeCharge {
-            sent: self.counts.iter().map(|count| count.sent.clone()).collect(),
-            sent_until: mem::replace(&mut self.sent_until, now),
-        });
-        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
+        // The smallest cost, and the policies that lack it.
+        let mut least = u64::MAX;
+        let mut lacking = vec![];
+        for (policy, count) in self.each() {
+            let unsent = count.unsent(policy, now);
+            if unsent > 0 {
+                least = least.min(unsent);
+                lacking.push(policy.clone());
+            }
+        }
+        let policies = self.list_of(lacking)?;
+        let cost = limited(least);
+        let mut sent = SmallVec::new();
+        for (policy, count) in self.each_mut() {
+            sent.push(count.sent.clone());
             count.send(policy, cost, now);
         }
+        self.before_charge = Some(BeforeCharge {
+            sent,
+            sent_until: mem::replace(&mut self.sent_until, now),
+        });
         let pause = self.pause(now);
         if !pause.is_zero() && policies.iter().all(Policy::is_pause) {
             // The longest pause of all instances counts, not their sum.
@@ -241,24 +258,19 @@ impl Account {
         Some(Check::charge(key, &policies, cost))
     }
 
-    /// Returns the policies with an unsent cost.
-    fn lacking(&self, unsent: &[u64]) -> Option<Policies> {
-        if !unsent.contains(&0) {
+    /// Returns a list of some of the policies. `None` without any.
+    fn list_of(&self, some: Vec<Policy>) -> Option<Policies> {
+        if some.len() == self.policies.iter().len() {
+            // The list itself: its texts and ids are cached with it.
             return Some(self.policies.clone());
         }
-        let mut lacking = vec![];
-        for (policy, unsent) in self.policies.iter().zip(unsent) {
-            if *unsent > 0 {
-                lacking.push(policy.clone());
-            }
-        }
-        Policies::new(lacking).ok()
+        Policies::new(some).ok()
     }
 
     /// Returns how long the longest pause of the account still lasts.
     fn pause(&self, now: i64) -> Duration {
         let mut longest = Duration::ZERO;
-        for (policy, count) in self.policies.iter().zip(&self.counts) {
+        for (policy, count) in self.each() {
             if policy.is_pause() {
                 let debt = count.all.counted(policy, now) - policy.params().capacity;
                 longest = longest.max(policy.quota().time_for(debt.max(0) as u64));
@@ -279,7 +291,7 @@ impl Account {
             && let Err(error) = answer
             && error.is_not_sent()
         {
-            for (count, sent) in self.counts.iter_mut().zip(before.sent) {
+            for ((_, count), sent) in self.each_mut().zip(before.sent) {
                 count.sent = sent;
             }
             self.sent_until = before.sent_until;

@@ -74,15 +74,19 @@ impl Breaker {
 
     /// Returns permission to send a check to the primary store, or `None`.
     pub(super) fn admit(&self) -> Option<Ticket> {
+        // Without the lock, since every check gets here.
         match self.state.load(Ordering::Acquire) {
             CLOSED => return Some(Ticket::Free),
             OPEN => return None,
             _ => {}
         }
         let mut streak = lock(&self.streak);
+        // It may have opened since the load.
         if streak.opened_at.is_some() || streak.has_trial {
             return None;
-        } else if streak.failures == 0 {
+        }
+        // It may have closed since the load.
+        if streak.failures == 0 {
             return Some(Ticket::Free);
         }
         streak.has_trial = true;
@@ -92,8 +96,10 @@ impl Breaker {
     /// Reports a reply of the primary store. While half-open, only that of a trial or probe counts: other checks may
     /// have been decided before the failure.
     pub(super) fn succeeded(&self, ticket: Ticket) {
+        // A free check may have been answered before the first failure, so its success shows nothing.
         if ticket != Ticket::Free && self.state.load(Ordering::Acquire) == HALF_OPEN {
             let mut streak = lock(&self.streak);
+            // Once open, it stays open until the local grants are reconciled.
             if streak.opened_at.is_none() {
                 self.end(&mut streak);
             }
@@ -107,6 +113,7 @@ impl Breaker {
         if streak.opened_at.is_some() {
             return false;
         }
+        // The free checks of a streak were in flight at its first failure, and count as one with it.
         if ticket != Ticket::Free || streak.failures == 0 {
             streak.failures = streak.failures.saturating_add(1);
         }

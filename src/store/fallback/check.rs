@@ -24,11 +24,11 @@ use super::accounts::{Accounts, LockedCaller, is_of_time};
 use super::breaker::{Breaker, Ticket};
 use super::outage::Outage;
 use super::share::share_of;
-use super::{FallbackSettings, recovery};
+use super::{FallbackSettings, problem_of_deadline, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Extra, Key, MadeBy, Mode, Source, Verdict};
-use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
+use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE, WRONG_DEADLINE};
 use crate::observe::{Observer, event, or_log};
 use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
@@ -46,8 +46,8 @@ pub(super) struct Partition<P, F> {
     pub(super) breaker: Breaker,
     /// The outage of all partitions.
     pub(super) outage: Arc<Outage>,
-    /// Done when a fallback that is not a [`LocalStore`] was reported.
-    pub(super) other_fallback: Arc<OnceFlag>,
+    /// Done when the stores and the settings were [examined](Self::examine), at the first check.
+    pub(super) examined: Arc<OnceFlag>,
     /// The policies whose share was reported as too small for a cost.
     pub(super) small_shares: Arc<Mutex<HashSet<u64>>>,
     /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
@@ -371,16 +371,30 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// Reports, once, a fallback that decides without the lock of the caller.
-    #[inline]
-    pub(super) fn report_other_fallback(&self) {
-        if !self.locks_while_it_decides() && self.other_fallback.claim() {
-            let problem = format!(
+    /// Reports, once, a fallback that decides without the lock of the caller, and a deadline that the primary store cannot
+    /// keep.
+    #[cold]
+    pub(super) fn examine(&self) {
+        if !self.examined.claim() {
+            return;
+        }
+        if !self.locks_while_it_decides() {
+            self.report(format_args!(
                 "the fallback is not a `LocalStore` itself, so a caller may get more than one burst beyond the policy in \
                  an outage: use a `LocalStore`, and wrap the `Fallback` instead{OTHER_FALLBACK}"
-            );
-            self.observe(|observer| observer.misconfigured(&event::Misconfigured::new(&problem)));
+            ));
         }
+        if let Some(timeout) = self.primary.backend().deadline()
+            && let Some(problem) = problem_of_deadline(self.settings.deadline, timeout)
+        {
+            self.report(format_args!("{problem}{WRONG_DEADLINE}"));
+        }
+    }
+
+    /// Reports a misconfiguration.
+    fn report(&self, problem: fmt::Arguments<'_>) {
+        let problem = problem.to_string();
+        self.observe(|observer| observer.misconfigured(&event::Misconfigured::new(&problem)));
     }
 
     /// Reports, once for each policy, a cost above this instance's share that the whole policy allows.
@@ -399,14 +413,15 @@ impl<P: Store, F: Store> Partition<P, F> {
                 return;
             }
         }
-        let (name, own) = (share.name(), share.quota().capacity());
-        let (whole, instances) = (whole.quota(), self.settings.share.instances());
-        let problem = format!(
-            "a request costs {cost}, and this instance's share of the policy {name:?} of {whole} is {own}, since {instances} instances \
+        let instances = self.settings.share.instances();
+        self.report(format_args!(
+            "a request costs {cost}, and this instance's share of the policy {:?} of {} is {}, since {instances} instances \
              share it: without the primary store, such requests are denied; lower the cost, raise the burst, or set a smaller \
-             `share`{SMALL_SHARE}"
-        );
-        self.observe(|observer| observer.misconfigured(&event::Misconfigured::new(&problem)));
+             `share`{SMALL_SHARE}",
+            share.name(),
+            whole.quota(),
+            share.quota().capacity()
+        ));
     }
 
     /// Handles a decision of the fallback, and records it in an account. `caller` is the lock under

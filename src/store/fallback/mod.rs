@@ -69,12 +69,12 @@ use self::breaker::Breaker;
 use self::check::Partition;
 use super::{
     Answer, Backend, BlocksSent, Health, Hooks, Instances, LocalStore, Observer, Store, StoreError,
-    Unreconciled, Waiters, Withdraw, probe,
+    Unreconciled, Waiters, Withdraw, flush, probe,
 };
 use crate::background::TaskOwner;
 use crate::blocks::Blocks;
 use crate::limit::{Check, Key};
-use crate::observe::event;
+use crate::observe::{event, shared_observer};
 use crate::util::{Clock, OnceFlag};
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -166,6 +166,9 @@ impl<P: Store, F: Store> FallbackBuilder<P, F> {
     ///
     /// If the runtime is late in that time, because handlers keep its threads, up to eight graces follow: together another
     /// deadline, and the delays of the runtime. See [a busy runtime](crate::guide::faults#a-busy-runtime).
+    ///
+    /// A deadline above the [`timeout`](crate::store::RedisStoreBuilder::timeout) of a [`RedisStore`](crate::RedisStore), or
+    /// below 1 ms, is [reported](Observer::misconfigured) at the first check.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.settings.deadline = deadline;
         self
@@ -200,7 +203,7 @@ impl<P: Store, F: Store> FallbackBuilder<P, F> {
     /// Defaults to the [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a log
     /// of problems](Observer).
     pub fn observer(mut self, observer: impl Observer) -> Self {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
+        let observer = shared_observer(observer);
         self.settings.observer = OnceLock::from(observer);
         self
     }
@@ -249,8 +252,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 
     fn with_settings(primary: P, fallback: F, settings: FallbackSettings) -> Self {
-        let (count, outage) = (primary.backend().partitions().max(1), Arc::default());
-        let other_fallback = Arc::new(OnceFlag::new());
+        let count = primary.backend().partitions().max(1);
+        let outage = Arc::default();
+        let examined = Arc::new(OnceFlag::new());
         let small_shares = Arc::default();
         // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
@@ -263,7 +267,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 outage: Arc::clone(&outage),
-                other_fallback: Arc::clone(&other_fallback),
+                examined: Arc::clone(&examined),
                 small_shares: Arc::clone(&small_shares),
                 abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),
@@ -328,6 +332,25 @@ impl<P, F> Fallback<P, F> {
     }
 }
 
+/// Returns the problem of a deadline of checks, if the primary store ends them after `timeout`.
+pub(super) fn problem_of_deadline(deadline: Duration, timeout: Duration) -> Option<String> {
+    // With less, every reply of Redis would be too late: each instance would count separately
+    // although Redis works.
+    if deadline < Duration::from_millis(1) {
+        return Some(format!(
+            "a deadline of {deadline:?} for Redis: use at least 1 ms, such as 100 ms"
+        ));
+    }
+    if deadline <= timeout {
+        return None;
+    }
+    Some(format!(
+        "a deadline of {deadline:?} above the timeout of {timeout:?}, which ends a call to Redis first: use a timeout above two \
+         deadlines, such as {:?}",
+        deadline.saturating_mul(5) / 2
+    ))
+}
+
 /// Returns a caller of each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
     let mut probes = vec![probe::KEY; count];
@@ -345,12 +368,22 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let partition = self.partition(check.key());
-        partition.report_other_fallback();
+        if !partition.examined.is_claimed() {
+            partition.examine();
+        }
         partition.check(check)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
         Backend::withdrawable(self)
+    }
+
+    async fn flush(&self) -> bool {
+        let Partition {
+            primary, fallback, ..
+        } = &*self.partitions[0];
+        // Both stores may be the application's, and owe more than their hooks know.
+        flush(self, None).await && primary.flush().await && fallback.flush().await
     }
 }
 

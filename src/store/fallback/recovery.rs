@@ -104,7 +104,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             return false;
         }
-        let (since, instances) = (instant(), self.settings.share.instances());
+        let since = instant();
+        let instances = self.settings.share.instances();
         if instances > NonZeroU32::MIN {
             // Time for a probe and an announcement.
             let both = self.settings.deadline.saturating_mul(2);
@@ -225,14 +226,16 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.primary.backend().partitions(),
             self.settings.share.instances(),
         );
-        let (mut rest, mut wave, mut well) = (&accounts[..], most.min(CONCURRENT), true);
-        while well && !rest.is_empty() {
-            let (since, (next, later)) = (instant(), rest.split_at(wave.min(rest.len())));
-            let charges = next
-                .iter()
-                .map(|(_, key, policies)| self.reconcile_account(*key, policies));
+        let mut well = true;
+        let mut wave = most.min(CONCURRENT);
+        let mut rest = accounts.into_iter().peekable();
+        while well && rest.peek().is_some() {
+            let since = instant();
+            let mut charges = vec![];
+            for (_, key, policies) in rest.by_ref().take(wave) {
+                charges.push(self.reconcile_account(key, policies));
+            }
             well = !join_all(charges).await.contains(&false);
-            rest = later;
             // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
             wave = if since.elapsed() < self.settings.deadline / 2 {
                 most.min(2 * wave)
@@ -261,17 +264,23 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Charges an account to the primary store. Returns `false` if the store fails.
-    async fn reconcile_account(&self, key: Key, policies: &Policies) -> bool {
-        let caller = || self.accounts.caller(&key);
+    async fn reconcile_account(&self, key: Key, policies: Policies) -> bool {
+        let since = instant();
         // A reset, and a charge under each policy. The next reconciliation charges the grants since.
-        let (since, mut checks) = (instant(), 1 + policies.iter().len());
+        let mut checks = 1 + policies.iter().len();
         while checks > 0 {
-            let Some(check) = caller().send(policies, self.clock.micros()) else {
+            let sent = self
+                .accounts
+                .caller(&key)
+                .send(&policies, self.clock.micros());
+            let Some(check) = sent else {
                 break;
             };
             // No request awaits this check, so it may take longer.
             let answer = self.send(check.clone(), 2).await;
-            caller().replied(policies, &check, &answer);
+            self.accounts
+                .caller(&key)
+                .replied(&policies, &check, &answer);
             match answer {
                 answer if is_reply(&answer) => checks -= 1,
                 Err(error)

@@ -19,7 +19,7 @@ use super::worker::{RedisStore, SharedStore};
 
 use crate::error::{ConfigError, StoreError};
 use crate::limit::is_name;
-use crate::observe::Observer;
+use crate::observe::{Observer, shared_observer};
 use crate::store::config::RedisSettings;
 
 impl RedisStore {
@@ -415,7 +415,7 @@ impl RedisStoreBuilder {
     /// first layer over the store that has one, otherwise to [a log of what needs
     /// attention](Observer).
     pub fn observer(mut self, observer: impl Observer) -> Self {
-        self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
+        self.observer = OnceLock::from(shared_observer(observer));
         self
     }
 

@@ -99,6 +99,7 @@ impl CredentialSource {
             Self::Closure(closure) => closure().await.map_err(failed)?,
             Self::File(path) => {
                 let path = path.clone();
+                // A network file system may hang, which must not keep a thread of the runtime.
                 let reading = spawn_blocking(move || read_password(&path));
                 match reading.await {
                     Ok(Ok(password)) => Credentials::new(user, password),
@@ -177,6 +178,7 @@ fn read_password(path: &Path) -> Result<String, String> {
         return Err(wrong("is not UTF-8: write the password as text"));
     };
     let password = text.strip_suffix('\n').unwrap_or(&text);
+    // An editor on Windows ends the line with both.
     let password = password.strip_suffix('\r').unwrap_or(password);
     if password.is_empty() {
         return Err(wrong("is empty: write the password into it"));
@@ -187,6 +189,7 @@ fn read_password(path: &Path) -> Result<String, String> {
 /// Reads a file, up to one byte more than it may have.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = vec![];
+    // A byte more shows that the file is too long. A device may never end.
     File::open(path)?
         .take(MAX_SIZE + 1)
         .read_to_end(&mut bytes)?;

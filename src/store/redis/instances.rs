@@ -2,7 +2,6 @@
 //!
 //! The method [`RedisStore::announce`] is in this file, because it starts the task.
 
-use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -55,7 +54,8 @@ impl RedisStore {
     /// While Redis is unreachable, or the slot of the instances migrates in a cluster, the count
     /// does not change. It starts at 1; see [`Instances::at_least`].
     ///
-    /// Call it once per process, and clone the result: each call counts as another instance.
+    /// All calls on a store and its clones announce the same instance. Another store counts as another instance, even in the
+    /// same process: create one store, and clone it.
     ///
     /// # Errors
     ///
@@ -78,11 +78,10 @@ impl RedisStore {
 }
 
 async fn run(inner: Weak<SharedStore>, alive: Arc<AtomicU32>) {
-    let name = format!("{:016x}", RandomState::new().hash_one(0));
     let mut recent = RecentCounts([1; COUNTS]);
     loop {
         let Some(inner) = inner.upgrade() else { return };
-        match announced(&inner, &name).await {
+        match announced(&inner).await {
             Ok(count) => alive.store(recent.add(count), Ordering::Relaxed),
             Err(error) => {
                 recent.hold();
@@ -95,8 +94,8 @@ async fn run(inner: Weak<SharedStore>, alive: Arc<AtomicU32>) {
     }
 }
 
-/// Announces the instance of this name. Returns the number of live instances.
-async fn announced(inner: &Arc<SharedStore>, name: &str) -> Result<u32, StoreError> {
+/// Announces the instance of this store. Returns the number of live instances.
+async fn announced(inner: &Arc<SharedStore>) -> Result<u32, StoreError> {
     let node = inner.shared_node().await?;
     let call = KeyCall {
         script: &ANNOUNCE,
@@ -105,7 +104,7 @@ async fn announced(inner: &Arc<SharedStore>, name: &str) -> Result<u32, StoreErr
                 .topology
                 .shared_key(&inner.settings.prefix, "instances"),
         ],
-        args: name,
+        args: &*inner.instance,
         ttl: 3 * EVERY,
     };
     inner.run_script(node, &call).await

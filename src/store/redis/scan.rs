@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use futures_util::stream::{self, Stream, TryStreamExt};
+use futures_util::stream::{self, Stream, StreamExt, TryStreamExt};
 
 use super::script::{read_bucket, read_key};
 use super::topology::Node;
@@ -167,11 +167,13 @@ impl Scan {
         self,
     ) -> impl Stream<Item = Result<StoredCount, StoreError>> + Send + 'static {
         let steps = stream::try_unfold(self, |mut scan| async move {
-            let next = scan.next().await;
-            next.map(|counts| Some((counts?, scan)))
+            let Some(counts) = scan.next().await? else {
+                return Ok::<_, StoreError>(None);
+            };
+            Ok(Some((counts, scan)))
         });
-        let counts = steps.map_ok(|counts| stream::iter(counts.into_iter().map(Ok)));
-        counts.try_flatten()
+        let steps = steps.map_ok(|counts| stream::iter(counts).map(Ok));
+        steps.try_flatten()
     }
 
     fn read(&self, key: &[u8]) -> Option<StoredCount> {

@@ -205,6 +205,14 @@ fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, &'a str) {
     text.split_once(mark).unwrap_or((text, ""))
 }
 
+fn before<'a>(text: &'a str, mark: &str) -> &'a str {
+    cut(text, mark).0
+}
+
+fn after<'a>(text: &'a str, mark: &str) -> &'a str {
+    cut(text, mark).1
+}
+
 fn is_unix(server: &ConnectionInfo) -> bool {
     matches!(server.addr(), ConnectionAddr::Unix(_))
 }
@@ -240,6 +248,19 @@ fn check_ends(url: &str) -> Result<(), ConfigError> {
     {
         let found = described(last);
         return wrong(format_args!("it ends with {found}: remove it"));
+    }
+    check_placeholders(url)
+}
+
+/// Rejects a URL with a placeholder: as a password or a host, it would only fail at the server.
+fn check_placeholders(url: &str) -> Result<(), ConfigError> {
+    for mark in ["${", "$(", "{{"] {
+        if url.contains(mark) {
+            return wrong(format_args!(
+                "it has a `{mark}`, and no placeholder is replaced: put the value there, read the URL by `require_env`, or \
+                 write a `$` in a password as `%24` and a `{{` as `%7B`"
+            ));
+        }
     }
     Ok(())
 }
@@ -291,9 +312,11 @@ fn check_scheme(url: &str) -> Result<(), ConfigError> {
             );
         }
     }
-    let (_, after_login) = rest.rsplit_once('@').unwrap_or(("", rest));
-    let (hosts, _) = split_authority(after_login);
-    if hosts.contains(',') {
+    let after_login = match rest.rsplit_once('@') {
+        Some((_, after)) => after,
+        None => rest,
+    };
+    if split_authority(after_login).0.contains(',') {
         return wrong(format_args!(
             "it names several hosts: use `{redis}+cluster://` for the nodes of a cluster, `{redis}+sentinel://` for sentinels"
         ));
@@ -303,8 +326,8 @@ fn check_scheme(url: &str) -> Result<(), ConfigError> {
 
 /// The query parameters of a URL.
 fn pairs(url: &str) -> Vec<&str> {
-    let (url, _fragment) = cut(url, "#");
-    let (_, query) = cut(url, "?");
+    // Without the fragment.
+    let query = after(before(url, "#"), "?");
     let mut pairs: Vec<&str> = query.split('&').collect();
     pairs.retain(|pair| !pair.is_empty());
     pairs
@@ -314,7 +337,7 @@ fn pairs(url: &str) -> Vec<&str> {
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     let mut seen: Vec<&str> = vec![];
     for pair in pairs(url) {
-        let (name, _) = cut(pair, "=");
+        let name = before(pair, "=");
         let is_free_text = name == "prefix" || name.ends_with("password_file");
         if !known.contains(&name) || is_free_text && pair.contains('@') {
             // It may be a part of a password with an unescaped `&`.
@@ -390,7 +413,7 @@ fn read_all(urls: &[String]) -> Result<Vec<ConnectionInfo>, ConfigError> {
 }
 
 fn read(url: &str) -> Result<ConnectionInfo, ConfigError> {
-    let (_, fragment) = cut(url, "#");
+    let fragment = after(url, "#");
     // redis-rs ignores the rest of the URL, which may be the end of a password with the host.
     if url.contains('#') && fragment != "insecure" {
         return wrong(
@@ -796,6 +819,27 @@ mod tests {
             assert_eq!(refused(Servers::cluster([url])), error, "{url:?}");
         }
         assert!(Servers::from("redis://a/0\n").into_kind().is_ok());
+    }
+
+    #[test]
+    fn a_placeholder_is_refused() {
+        for (url, mark) in [
+            ("redis://:${REDIS_PASSWORD}@a", "${"),
+            ("redis://${REDIS_HOST:-a}:6379/0", "${"),
+            ("redis+cluster://a:1,$(hostname):2", "$("),
+            ("redis+sentinel://:{{ password }}@a/m", "{{"),
+        ] {
+            let error = format!(
+                "the Redis URL cannot be used: it has a `{mark}`, and no placeholder is replaced: put the value there, read the URL \
+                 by `require_env`, or write a `$` in a password as `%24` and a `{{` as `%7B`"
+            );
+            let refused = |servers: Servers| servers.into_kind().map(drop).unwrap_err().to_string();
+            assert_eq!(refused(Servers::from(url)), error, "{url}");
+            assert_eq!(refused(Servers::cluster([url])), error, "{url}");
+        }
+        for url in ["redis://:%24%7Bp}$@a", "redis://:p$1@a", "redis://:{p}@a"] {
+            assert!(Servers::from(url).into_kind().is_ok(), "{url}");
+        }
     }
 
     #[test]

@@ -292,6 +292,11 @@ async fn debug_shows_policies_and_no_secret() {
     assert!(!shown.contains(SECRET), "{shown}");
     assert!(!shown.contains("alice"), "{shown}");
     assert!(shown.contains("Policy(api Gcra 1/h)"), "{shown}");
+    let boxed = format!("{:?}", BoxStore::new(LocalStore::default()));
+    assert!(
+        boxed.starts_with("BoxStore(") && boxed.ends_with("::LocalStore)"),
+        "{boxed}"
+    );
 }
 
 /// Each trait of one method works behind a pointer.

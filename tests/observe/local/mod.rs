@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
-use http::{Method, Response};
+use http::{Method, Request, Response};
 use tokio::time::advance;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -664,6 +664,75 @@ async fn requests_that_cost_nothing_are_suspected() {
     assert_eq!(problems(false, u32::MAX, in_flight).await, [""; 0]);
 }
 
+/// The handler should have counted one.
+#[tokio::test]
+async fn requests_that_end_without_a_cost_are_suspected() {
+    let problems = async |counts: bool| {
+        let notes = Problems::default();
+        let layer = RateLimitLayer::new(LocalStore::default(), Global, gcra("api", "60/h"))
+            .cost(|_| 0)
+            .until_body_end()
+            .observer(notes.clone());
+        let service = layer.layer(service_fn(move |request: Request<String>| {
+            if counts {
+                let cost: &RequestCost = request.extensions().get().unwrap();
+                cost.add(0);
+            }
+            hello::<String>(request)
+        }));
+        for _ in 0..1_100 {
+            assert_eq!(send(&service, request("ann")).await.status(), 200);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let seen = problems(false).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("suspected: none of the first 1000 requests cost anything, so the layer limits nothing: their initial cost is 0, and")
+            && report.ends_with("#no-cost)"),
+        "{report}"
+    );
+    assert_eq!(problems(true).await, [""; 0]);
+}
+
+/// Each caller would be charged for the first request only.
+#[tokio::test]
+async fn an_id_that_never_changes_is_suspected() {
+    let problems = async |id_of: fn(&u32) -> Option<Key>| {
+        let notes = Problems::default();
+        let calls = CallLimitLayer::new(LocalStore::default(), Global, gcra("api", "2000/h"))
+            .id(id_of)
+            .observer(notes.clone());
+        send_calls(calls.layer(service_fn(async |_: u32| Ok::<_, tower::BoxError>(())))).await;
+        notes.0.lock().unwrap().clone()
+    };
+    let expect = |seen: &[String]| {
+        let [report] = seen else {
+            panic!("it is reported once: {seen:?}");
+        };
+        assert!(
+            report.starts_with("suspected: all of the first 1000 requests with an id have the same one, so only the first request of")
+                && report.ends_with("#constant-id)"),
+            "{report}"
+        );
+    };
+    expect(&problems(|_| Some(Key::new("id"))).await);
+    assert_eq!(
+        problems(|number| Some(Key::from(u64::from(*number == 999)))).await,
+        [""; 0]
+    );
+    assert_eq!(problems(|_| None).await, [""; 0]);
+
+    let notes = Problems::default();
+    let limiter = Limiter::new(LocalStore::default(), gcra("api", "9/h")).observer(notes.clone());
+    for _ in 0..1_000 {
+        let _ = limiter.take_with_id(Key::GLOBAL, 1, "id").await.unwrap();
+    }
+    expect(&notes.0.lock().unwrap());
+}
+
 /// Sends 1,100 calls with their numbers.
 async fn send_calls(service: impl Service<u32, Error = tower::BoxError, Future: Send> + Clone) {
     for number in 0..1_100 {
@@ -764,6 +833,42 @@ async fn a_share_below_a_cost_is_reported_once() {
             "the whole policy does not allow it"
         );
     }
+}
+
+#[tokio::test]
+async fn a_deadline_that_no_reply_meets_is_reported() {
+    let problems = async |deadline: Duration, timeout: Duration| {
+        let notes = Problems::default();
+        let redis = nowhere().timeout(timeout).connect_lazy().unwrap();
+        let store = Fallback::builder(redis, LocalStore::default())
+            .deadline(deadline)
+            .build();
+        let limiter = Limiter::new(store, gcra("api", "9/h")).observer(notes.clone());
+        for _ in 0..2 {
+            let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let [half, one] = [500, 1_000].map(Duration::from_millis);
+    let seen = problems(one, half).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("a deadline of 1s above the timeout of 500ms, which ends a call to Redis first: use a timeout above two deadlines")
+            && report.ends_with("#wrong-deadline)"),
+        "{report}"
+    );
+    let seen = problems(Duration::from_micros(999), half).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("a deadline of 999\u{b5}s for Redis: use at least 1 ms")
+            && report.ends_with("#wrong-deadline)"),
+        "{report}"
+    );
+    assert_eq!(problems(half, half).await, [""; 0]);
 }
 
 #[tokio::test]
@@ -1019,8 +1124,15 @@ async fn requests_without_a_plan_are_reported_once() {
     assert!(
         suspected.starts_with(
             "suspected: none of the first 1000 requests named a plan, and the default plan"
-        ) && suspected.ends_with("#no-tier)"),
+        ) && suspected.contains("or set `.tier_by(..)`, which a settings file does not contain")
+            && suspected.ends_with("#no-tier)"),
         "any client can send these: {suspected}"
+    );
+    let by_closure = problems(tiers().tier_by(|_| None), 5, false).await;
+    assert!(
+        by_closure[0]
+            .contains("inside the authentication that inserts what the closure of `tier_by` reads"),
+        "{by_closure:?}"
     );
     assert!(
         report.starts_with("none of the requests of the first ten minutes named a plan, and")
@@ -1093,6 +1205,34 @@ async fn an_ineffective_lease_is_reported_once() {
             .any(|note| note.contains("\"api\" is leased without effect")),
         "also if another policy is not leased"
     );
+}
+
+#[tokio::test]
+async fn a_leased_store_without_leases_is_suspected() {
+    let problems = async |leased_at: usize| {
+        let notes = Problems::default();
+        let store = Leased::new(LocalStore::default());
+        let plain = gcra("plain", "9000/s");
+        let leased = gcra("leased", "9000/s");
+        let leased = leased.leased(Duration::from_millis(100)).unwrap();
+        let limiters = [plain, leased]
+            .map(|policy| Limiter::new(store.clone(), policy).observer(notes.clone()));
+        for number in 0..1_100 {
+            let limiter = &limiters[usize::from(number == leased_at)];
+            let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let seen = problems(usize::MAX).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("suspected: none of the first 1000 checks of a `Leased` store is under leased policies, so it")
+            && report.ends_with("#not-leased)"),
+        "{report}"
+    );
+    assert_eq!(problems(999).await, [""; 0]);
 }
 
 /// Even if the store leases.

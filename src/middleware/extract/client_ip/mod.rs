@@ -268,6 +268,9 @@ impl Forwarding {
             }
             return peer;
         }
+        if let Some(layer) = layer {
+            layer.not_forwarded();
+        }
         // `None` after the first report.
         let examiner = layer.filter(|layer| layer.examines_proxy_header());
         if let Some(layer) = examiner

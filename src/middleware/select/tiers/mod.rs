@@ -107,7 +107,8 @@ use crate::util::{Copies, OnceFlag, own_list};
 #[doc(alias = "plan")]
 #[derive(Clone)]
 pub struct Tiers {
-    name: Arc<TierName>,
+    /// Finds the plan of a request. `None` for the [`Tier`] in its extensions.
+    name: Option<Arc<TierName>>,
     plans: Copies<Plans>,
     callers: Arc<HashMap<Key, Option<Policies>>>,
     networks: Arc<Networks>,
@@ -159,7 +160,7 @@ impl Tiers {
 
     fn of(plans: Plans, callers: HashMap<Key, Option<Policies>>) -> Self {
         Self {
-            name: Arc::new(tier_of),
+            name: None,
             plans: Copies::new(|| plans.copy()),
             callers: Arc::new(callers),
             networks: Arc::default(),
@@ -287,7 +288,7 @@ impl Tiers {
     #[must_use]
     pub fn tier_by(self, name: impl Fn(&Parts) -> Option<&str> + Send + Sync + 'static) -> Self {
         Self {
-            name: Arc::new(name),
+            name: Some(Arc::new(name)),
             ..self
         }
     }
@@ -326,6 +327,18 @@ impl Tiers {
     pub fn overrides(&self) -> impl Iterator<Item = (&Key, Option<&Policies>)> {
         let callers = self.callers.iter();
         callers.map(|(caller, policies)| (caller, policies.as_ref()))
+    }
+
+    /// Returns the plan of a request, if it names one.
+    #[inline]
+    fn name_of<'a>(&self, request: &'a Parts) -> Option<&'a str> {
+        match &self.name {
+            Some(name_of) => name_of(request),
+            None => {
+                let Tier(name) = request.extensions.get()?;
+                Some(name)
+            }
+        }
     }
 
     /// The policies of a single caller, or of its network; inside, `None` for an exempt caller.
@@ -435,18 +448,18 @@ impl Unknown {
     }
 }
 
-/// The plan that an outer layer has inserted.
-fn tier_of(request: &Parts) -> Option<&str> {
-    let Tier(name) = request.extensions.get()?;
-    Some(name)
-}
-
 /// The problem that these requests named no plan.
-fn no_tier(requests: fmt::Arguments<'_>) -> String {
+fn no_tier(requests: fmt::Arguments<'_>, has_closure: bool) -> String {
+    let fix = if has_closure {
+        "put the layer inside the authentication that inserts what the closure of `tier_by` reads (of axum's layers, the last one is \
+         the outermost)"
+    } else {
+        "insert a `Tier` into the extensions of the requests, in an authentication around the layer (of axum's layers, the last one is \
+         the outermost), or set `.tier_by(..)`, which a settings file does not contain"
+    };
     format!(
-        "none of the {requests} named a plan, and the default plan counted them: put the layer inside the authentication that \
-         inserts the plan (of axum's layers, the last one is the outermost), or ignore this if all of \
-         them belong to the default plan{NO_TIER}"
+        "none of the {requests} named a plan, and the default plan counted them: {fix}; or ignore this if all of them belong to \
+         the default plan{NO_TIER}"
     )
 }
 
@@ -458,7 +471,7 @@ impl PolicySelector for Tiers {
             return own.clone();
         }
         let plans = self.plans.current();
-        let name = (self.name)(request);
+        let name = self.name_of(request);
         match name {
             Some(_) => self.unknown.misses.found(),
             // Without plans, none is expected.
@@ -466,8 +479,19 @@ impl PolicySelector for Tiers {
             // A request of the default plan may name none, so only many of them are suspicious.
             None => {
                 let misses = &self.unknown.misses;
-                misses.lasts(|| no_tier(format_args!("requests of the first ten minutes")));
-                misses.missed(|| no_tier(format_args!("first {} requests", Misses::REPORT_AT)));
+                let has_closure = self.name.is_some();
+                misses.lasts(|| {
+                    no_tier(
+                        format_args!("requests of the first ten minutes"),
+                        has_closure,
+                    )
+                });
+                misses.missed(|| {
+                    no_tier(
+                        format_args!("first {} requests", Misses::REPORT_AT),
+                        has_closure,
+                    )
+                });
             }
         }
         if let Some(name) = name {

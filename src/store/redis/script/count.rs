@@ -62,43 +62,49 @@ pub(super) fn of_writer(of: &Policy, writer: Writer) -> Option<Policy> {
     Policy::new(of.name(), of.strategy()?, quota).ok()
 }
 
+/// In microseconds.
+const SECOND: i64 = 1_000_000;
+const MINUTE: i64 = 60 * SECOND;
+const HOUR: i64 = 60 * MINUTE;
+const DAY: i64 = 24 * HOUR;
+
 /// Returns a quota of this rate with a simple text: its limit is the capacity, or its period is a unit of time.
 fn gradual_quota(interval: i64, ticks: i64, capacity: i64) -> Option<Quota> {
-    const SECOND: i64 = 1_000_000;
-    const MINUTE: i64 = 60 * SECOND;
-    const HOUR: i64 = 60 * MINUTE;
-    const DAY: i64 = 24 * HOUR;
-    let quota = |limit: i64, period: i64| {
-        let limit = u32::try_from(limit).ok().filter(|limit| *limit > 0)?;
-        Some(Quota::per(
-            limit,
-            Duration::from_micros(u64::try_from(period).ok()?),
-        ))
-    };
-    // The limit in a period, if it is a whole number.
-    let limit_in = |period: i64| {
-        let units = i128::from(period) * i128::from(ticks);
-        let limit = units / i128::from(interval);
-        let is_whole = units % i128::from(interval) == 0;
-        i64::try_from(limit).ok().filter(|_| is_whole)
-    };
-    let full = i128::from(capacity) * i128::from(interval);
-    let refilled_in = (full % i128::from(ticks) == 0).then_some(full / i128::from(ticks));
-    let refilled_in = refilled_in.and_then(|period| i64::try_from(period).ok());
-    if let Some(period) = refilled_in
-        && (period % SECOND == 0 && limit_in(SECOND).is_none()
-            || [SECOND, MINUTE, HOUR, DAY].contains(&period))
-    {
-        return quota(capacity, period);
+    const UNITS: [i64; 4] = [SECOND, MINUTE, HOUR, DAY];
+    if let Some(period) = whole_ratio(capacity, interval, ticks) {
+        let is_per_second = whole_ratio(SECOND, ticks, interval).is_some();
+        if UNITS.contains(&period) || period % SECOND == 0 && !is_per_second {
+            return quota_of(capacity, period);
+        }
     }
-    for period in [SECOND, MINUTE, HOUR, DAY] {
-        if let Some(limit) = limit_in(period)
-            && let Some(quota) = quota(limit, period)
+    for period in UNITS {
+        if let Some(limit) = whole_ratio(period, ticks, interval)
+            && let Some(quota) = quota_of(limit, period)
         {
             return Some(quota);
         }
     }
-    quota(ticks, interval)
+    quota_of(ticks, interval)
+}
+
+/// Returns `a * b / c`, if it is a whole number.
+fn whole_ratio(a: i64, b: i64, c: i64) -> Option<i64> {
+    // The product may exceed 64 bits.
+    let product = i128::from(a) * i128::from(b);
+    if product % i128::from(c) != 0 {
+        return None;
+    }
+    i64::try_from(product / i128::from(c)).ok()
+}
+
+/// Returns a quota of this period in microseconds. `None` if the limit is no limit of a quota.
+fn quota_of(limit: i64, period: i64) -> Option<Quota> {
+    let limit = u32::try_from(limit).ok()?;
+    if limit == 0 {
+        return None;
+    }
+    let period = Duration::from_micros(u64::try_from(period).ok()?);
+    Some(Quota::per(limit, period))
 }
 
 /// The quota of a bucket, which is not in its key.

@@ -81,6 +81,7 @@ impl Topology {
         logins: Logins,
         addresses: AddressMap,
     ) -> Result<Self, ConfigError> {
+        // A NAT between drops idle connections without a word.
         for server in servers.all() {
             *server = kept_alive(server.clone());
         }
@@ -170,6 +171,7 @@ impl Topology {
         let Some(cluster) = self.cluster() else {
             return vec![prefix.to_owned()];
         };
+        // All keys of a partition have its tag, which keeps them in one slot.
         let mut prefixes = vec![];
         for partition in 0..cluster.partitions() {
             prefixes.push(cluster.prefix(partition as u16).to_owned());

@@ -65,6 +65,7 @@ impl SharedStore {
     /// Returns the error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
+            // A node that does not reply must not use up the time of all others.
             let pause = self.settings.timeout / QUERIES_PER_TIMEOUT;
             let patience = self.settings.time_to_connect();
             let (map, changed) = cluster.query_any(why, patience, pause).await?;
@@ -96,6 +97,7 @@ impl SharedStore {
             }
         }
         cluster.adopt(Arc::clone(&map));
+        // After the map is used: otherwise a check could create such a queue again.
         self.queues().retain(|node| map.names(node));
         Ok(())
     }
@@ -154,6 +156,7 @@ impl SharedStore {
         cluster: &Cluster,
         time: Duration,
     ) -> Result<(), StoreError> {
+        // While no node can be reached, checks fail immediately. The queries continue without checks.
         if let Some(error) = cluster.refresher.recent_error() {
             self.refresh(Why::Unknown);
             return Err(error);
@@ -218,6 +221,7 @@ impl SharedStore {
         let node_error = cluster.node_error(error, from);
         match node_error {
             NodeError::Moved { slot, node } => {
+                // This slot immediately: the query finds the other slots that have moved with it.
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
@@ -320,6 +324,7 @@ fn after_node_error(
     from: Node,
     is_of_one_caller: bool,
 ) -> NextTry {
+    // It held for one attempt only.
     redirect.importing_node = None;
     redirect.hops += 1;
     match node_error {

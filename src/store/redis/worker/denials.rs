@@ -93,6 +93,7 @@ impl DenialCache {
     /// Returns the verdicts on this check if a cached denial covers it.
     #[inline]
     pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
+        // Usually no caller is denied: skip the hash and the lock. An id may repeat a grant from before the denial.
         if self.caller_count.load(Relaxed) == 0 || check.id().is_some() {
             return None;
         }
@@ -116,6 +117,7 @@ impl DenialCache {
         let queued = self.clock.micros_at(queued);
         if let Some(denial) = Denial::new(check, verdicts, self.clock.micros_at(sent)) {
             self.change(check.key(), |shard, caller, now| {
+                // A check that was queued before a refund may have been decided before it.
                 if queued > shard.freed_at[freed_slot(caller)] && denial.expires_at > now {
                     shard.remember(caller, check.policies(), denial, now);
                 }
@@ -176,6 +178,7 @@ impl DenialShard {
         for list in &mut *lists {
             list.denials.retain(|known| known.expires_at > now);
         }
+        // A caller whose lists change often keeps the memory of the current ones only.
         lists.retain(|list| !list.denials.is_empty());
         // The newest list is the last one, and the first one is dropped if there are too many.
         if let Some(place) = lists.iter().position(|list| list.policies[..] == *policies) {
@@ -261,6 +264,7 @@ impl DeniedList {
     #[inline]
     fn verdicts_on(&self, needs: u32, now: i64) -> Option<Verdicts> {
         let known = self.denials.iter().filter(|denial| denial.expires_at > now);
+        // A larger cost is denied too, for at least as long.
         let nearest = known.clone().rfind(|denial| denial.needs <= needs)?;
         let mut verdicts = nearest.verdicts.later(now - nearest.sent);
         if needs > nearest.needs {

@@ -830,6 +830,39 @@ mod tests {
         assert_eq!(starts, [true, true, false]);
     }
 
+    /// Otherwise each check would start a timer, or the second one would wait forever.
+    #[tokio::test(start_paused = true)]
+    async fn one_timer_runs_for_patient_checks() {
+        let (store, _watch) = oneshot::channel();
+        let runtime = tokio::runtime::Handle::current().id();
+        let jobs = JobQueue::new(10, 1, 0);
+        let mut queue = NodeQueue::new(NonZeroU64::MIN, runtime, None, jobs, store);
+        let push = |queue: &mut NodeQueue| {
+            let mut check = crate::support::check("ann", "10/s");
+            check.sending_mut().by = SentBy::Retry;
+            let (job, _answer) = Job::new(check, 0);
+            queue.push(job).unwrap().1
+        };
+        let send = |queue: &mut NodeQueue| {
+            let mut sent = vec![];
+            while queue.take(10, instant(), &mut vec![], &mut sent).is_some() {}
+            sent.len()
+        };
+        assert!(matches!(push(&mut queue), NextSend::By(_)));
+        assert_eq!(send(&mut queue), 1);
+        for round in 0..2 {
+            let due = instant() + PATIENCE;
+            assert!(
+                matches!(push(&mut queue), NextSend::At { time, .. } if time == due),
+                "{round}"
+            );
+            assert!(matches!(push(&mut queue), NextSend::Begun), "{round}");
+            tokio::time::advance(PATIENCE).await;
+            assert!(queue.on_timer().is_some(), "{round}");
+            assert_eq!(send(&mut queue), 2, "{round}");
+        }
+    }
+
     #[test]
     fn held_jobs_come_first_when_they_are_free() {
         let mut queue = JobQueue::new(4, 2, 0);

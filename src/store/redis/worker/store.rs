@@ -4,6 +4,7 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
+use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;
 use std::pin::{Pin, pin};
 use std::sync::atomic::AtomicI64;
@@ -206,6 +207,8 @@ pub(crate) struct SharedStore {
     /// The time that tests set; 0 for Redis's own time.
     pub(super) now: Arc<AtomicI64>,
     pub(in crate::store::redis) clock: RedisClock,
+    /// The name under which the store announces its instance. One for all announcements, so that they count once.
+    pub(in crate::store::redis) instance: String,
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
     queues: Mutex<NodeQueues>,
@@ -238,6 +241,7 @@ impl SharedStore {
             observer,
             now,
             clock: RedisClock::new(),
+            instance: format!("{:016x}", RandomState::new().hash_one(0)),
             reported: Mutex::default(),
             queues: Mutex::default(),
             last: LastOutcome::default(),

@@ -144,6 +144,7 @@ impl Cluster {
         for (partition, number) in self.partitions.iter().zip(0..) {
             each.push((map.owner(partition.slot), number));
         }
+        // By node, so that the partitions of one are adjacent.
         each.sort_unstable();
         each.dedup_by_key(|(node, _)| *node);
         each
@@ -187,6 +188,7 @@ impl Cluster {
     /// Records that `node` serves this slot.
     pub(crate) fn learn(&self, slot: u16, node: Node) {
         self.map.rcu(|map| {
+            // All checks of a call report the same move.
             if map.owner(slot) == Some(node) {
                 Arc::clone(map)
             } else {

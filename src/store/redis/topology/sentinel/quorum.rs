@@ -80,6 +80,7 @@ impl Quorum {
             self.candidates.push(Candidate { master, votes: 0 });
         } else {
             let epoch = &mut self.candidates[place].master.epoch;
+            // A sentinel that was cut off may report an older epoch of the same master.
             *epoch = master.epoch.max(*epoch);
         }
         &mut self.candidates[place]
@@ -104,6 +105,7 @@ impl Quorum {
     pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
         let mut candidates = self.candidates.iter();
         let is_unanimous = candidates.any(|candidate| candidate.votes == self.sentinels);
+        // The sentinels that lack may have elected the known master.
         if !is_unanimous && let Some(known) = &known {
             self.candidate(known.clone());
         }
@@ -117,6 +119,7 @@ impl Quorum {
         let Candidate { master, votes } = candidate;
         let is_unanimous = *votes == self.sentinels;
         Rank {
+            // A lower epoch is from before the last failover, unless all sentinels were recreated and count from 0 again.
             is_of_known_epoch: match known {
                 Some(known) => is_unanimous || master.epoch >= known.epoch,
                 None => true,
