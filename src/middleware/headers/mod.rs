@@ -195,7 +195,7 @@ fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
 }
 
 /// Returns the values of `RateLimit-Policy` and `RateLimit`, which are empty if all policies are
-/// pauses.
+/// pauses or blocked.
 fn draft(decision: &Decision) -> (HeaderValue, HeaderValue) {
     let texts = Texts::of(decision.policies());
     (texts.policy_field.clone(), texts.rate_limit(decision))
@@ -242,7 +242,7 @@ impl Texts {
         for policy in policies {
             let quota = policy.stated();
             let name = policy.name();
-            if !policy.is_pause() {
+            if policy.is_shown() {
                 items.push(if policy.is_in_flight() {
                     // The draft's unit for requests in flight, which have no window.
                     format!("\"{name}\";q={};qu=\"concurrent-requests\"", quota.limit())
@@ -271,10 +271,10 @@ impl Texts {
 
     /// Writes `"api";r=9;t=54` for each policy: the remaining units (`r`), and the seconds that they
     /// must last (`t`). A policy of requests in flight has no `t`, since a request may end at any time.
-    /// A pause is left out: its quota is not a limit of clients. A denial by a pause has no items, since
-    /// no remaining unit can be used before the pause ends.
+    /// A pause is left out: its quota is not a limit of clients. A denial by a pause, or of a blocked caller, has no items,
+    /// since no remaining unit can be used before it ends.
     fn rate_limit(&self, decision: &Decision) -> HeaderValue {
-        if !decision.is_allowed() && decision.policy().is_pause() {
+        if !decision.is_allowed() && !decision.policy().is_shown() {
             return value(b"");
         }
         let verdicts = decision.verdicts();
@@ -282,7 +282,7 @@ impl Texts {
         let each = decision.policies().iter().zip(&verdicts.each);
         let mut items = each
             .zip(&self.each)
-            .filter(|((policy, _), _)| !policy.is_pause())
+            .filter(|((policy, _), _)| policy.is_shown())
             .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict, now));
         let Some(first) = items.next() else {
             return value(b"");
@@ -357,7 +357,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
     }
     if let Some(calendar) = policy.params().calendar {
         return match verdict.reset {
-            0 => (calendar.window(now).end - now).unsigned_abs(),
+            0 => calendar.rest(now).unsigned_abs(),
             reset => reset.unsigned_abs(),
         };
     }
