@@ -54,6 +54,7 @@ fn a_file_has_the_plan() -> Result<(), Box<dyn std::error::Error>> {
 #[tokio::test(start_paused = true)]
 async fn a_used_up_plan_waits_for_the_next_month() -> Result<(), Box<dyn std::error::Error>> {
     let app = app(Quota::per_month(2))?;
+    let mut rests = vec![];
     for (status, left) in [(200, 1), (200, 0), (429, 0)] {
         let request = Request::get("/")
             .header("x-api-key", "k-1")
@@ -74,6 +75,11 @@ async fn a_used_up_plan_waits_for_the_next_month() -> Result<(), Box<dyn std::er
         if status == 429 {
             assert_eq!(headers["retry-after"], rest.to_string());
         }
+        rests.push(rest);
     }
+    assert_eq!(
+        rests, [rests[0]; 3],
+        "the rest of the month, by a paused clock"
+    );
     Ok(())
 }
