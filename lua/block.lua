@@ -4,7 +4,7 @@
 --        a sorted set of the same callers; the score is the time of the last change, in microseconds since the Unix
 --        epoch. For an hour after a block was ended early, both sets have its caller behind a byte 0
 -- ARGV   the caller; 1 to extend a block, 0 to keep it; the maximum number of blocks; the milliseconds of the block, 0 to
---        end it. With 1, the end is a change even without a block here: other instances may know one that Redis has lost
+--        end it. With 1, the end is a change even without a block here: other instances may know a block that Redis has lost
 -- Reply  1 if this changes something, else 0
 
 -- Maximum number of expired callers that a call removes: more than a call adds.

@@ -178,7 +178,7 @@ impl Blocks {
         self.0.count.store(ends.each.len(), Ordering::Release);
     }
 
-    /// Takes the changes that were not sent yet. Those of one caller are in order.
+    /// Takes the unsent changes. The changes of one caller are in order.
     pub(crate) fn take_unsent(&self) -> Vec<BlockChange> {
         let mut changes = vec![];
         let Some(unsent) = &self.0.unsent else {

@@ -254,7 +254,7 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Sets whether denials of a caller whom [`block_after`](Self::block_after) has blocked extend the block, like
+    /// Sets whether denials of a caller that [`block_after`](Self::block_after) has blocked extend the block, like
     /// [that of a layer](crate::RateLimitLayer::extend_blocks). A [`peek`](Self::peek) does not. Defaults to `false`.
     #[must_use]
     pub fn extend_blocks(self, extend: bool) -> Self {

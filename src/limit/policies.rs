@@ -168,7 +168,7 @@ impl Policies {
         self.as_slice().iter()
     }
 
-    /// Returns the policies of blocked callers, plans or routes: they deny every request, whatever it costs. The text
+    /// Returns the policies of blocked callers, plans or routes: they deny requests of any cost. The text
     /// `blocked` of a settings file.
     ///
     /// A layer and a [`Limiter`](crate::Limiter) deny without a check of the store. The decision's source is

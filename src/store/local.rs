@@ -76,7 +76,7 @@ struct SharedCounts {
 }
 
 struct CountShard {
-    /// That of the store, at the last decision.
+    /// As in the store, at the last decision.
     ahead: i64,
     /// Per caller and policy.
     states: BoundedMap<LocalCount>,
@@ -590,7 +590,7 @@ mod tests {
         }
     }
 
-    /// In an outage, windows are those of the last seen difference to Redis's clock.
+    /// In an outage, windows follow the last seen difference to Redis's clock.
     #[tokio::test(start_paused = true)]
     async fn calendars_follow_the_clock_of_redis() {
         const HOUR: i64 = 3_600_000_000;

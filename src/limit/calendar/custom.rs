@@ -51,7 +51,7 @@ impl CustomWindows {
         self.0.name
     }
 
-    /// Calls the function for the windows around an instant, unless they are known.
+    /// Calls the function for the windows around an instant, unless it has returned them before.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The days, weeks, months and years of a time zone.
+//! Days, weeks, months and years in a time zone.
 
 use super::zone::Zone;
 use super::{LATEST, Weekday, Window, civil};

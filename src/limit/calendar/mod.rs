@@ -23,9 +23,8 @@ use zone::Zone;
 /// [`Align::Calendar`](super::Align::Calendar).
 ///
 /// A count belongs to the policy's name and the unit, and ends with the window in which it began. So another first day or time
-/// zone under the same name never gives a caller a second window at once: the count goes on until its end, or until that of
-/// the other calendar's window if it reaches beyond the middle of that one. Then the windows are those of the other
-/// calendar.
+/// zone under the same name begins no second window while that count lasts. If the count ends in the second half of the other
+/// calendar's window, it lasts until the end of that window.
 ///
 /// Windows follow each other without a gap. They start at midnight of UTC, unless
 /// [`in_zone`](Self::in_zone) sets another time zone. A day whose midnight is skipped starts with its
@@ -58,7 +57,7 @@ pub struct Calendar {
     windows: Windows,
 }
 
-/// What says where windows begin.
+/// The source of the windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Windows {
     Dates(Dates),
@@ -164,7 +163,7 @@ impl Calendar {
 
     /// Windows of your own, such as the periods of a contract: `window_of` returns the window that contains an instant. Windows
     /// must touch, contain their instant, and last 1 second to 366 days. Otherwise the check of a store fails with an
-    /// error that says so, and nothing is granted.
+    /// error that names the window, and nothing is granted.
     ///
     /// The function must always return the same windows, in all instances. It is called for the windows around the time of
     /// a check, once for each of them, and never under a lock. The name is part of the key instead of the unit, and two
@@ -238,7 +237,7 @@ impl Calendar {
         })
     }
 
-    /// Returns the quota of this limit in every window. `None` if any quota is: the windows are not those of a unit.
+    /// Returns the quota of this limit in every window. `None` if the windows have no unit: any quota is valid.
     pub(crate) const fn quota(&self, limit: u32) -> Option<Quota> {
         match self.windows {
             Windows::Dates(dates) => Some(dates.unit.quota(limit)),

@@ -7,10 +7,10 @@
 //! With [`Align::Calendar`](super::Align::Calendar), windows are the days, weeks, months or years of a
 //! calendar.
 //!
-//! A count of a calendar knows the end of its window, and counts until then, whatever calendar a later check has. So a
-//! calendar with another first day or zone, or another time zone database, begins no second window at once. If the count
-//! ends in the second half of the check's window, it counts until the end of that one: otherwise the caller would get a
-//! whole limit for the short rest.
+//! A count of a calendar knows the end of its window, and lasts until then under any other calendar too. So another first day
+//! or zone, or another time zone database, begins no second window while the count lasts. If the count ends in the second
+//! half of the check's window, it lasts until the end of that window: otherwise the caller would get a whole limit for the
+//! short rest.
 //!
 //! **Cost.** One key, two numbers, one read and one write.
 //!
@@ -46,7 +46,7 @@ pub enum Align {
     ///
     /// Instances whose clocks are wrong decide the same. During an outage, a [`Fallback`](crate::Fallback) adds the last
     /// seen difference to Redis's clock, if its [`LocalStore`](crate::LocalStore) has seen a decision of Redis under a
-    /// calendar. A `LocalStore` of its own uses its own clock.
+    /// calendar. Without a `Fallback`, a `LocalStore` uses its own clock.
     Calendar(Calendar),
 }
 

@@ -1130,7 +1130,7 @@ async fn other_borders_never_give_two_windows() {
     }
 }
 
-/// Customers move the first day of their month on any day. Nobody gets more than the limit until the count has ended.
+/// Customers move the first day of their month on any day. None of them gets more than the limit until the count has ended.
 #[tokio::test]
 async fn a_moved_month_is_no_second_one() {
     const DAY: i64 = 86_400_000_000;
@@ -1215,7 +1215,7 @@ async fn custom_windows_are_those_of_redis() {
     );
 }
 
-/// The check fails, and those that it would have been sent with do not.
+/// The check fails, and the other checks of its call do not.
 #[tokio::test]
 async fn wrong_custom_windows_grant_nothing() {
     let server = RedisServer::start();

@@ -500,7 +500,7 @@ impl Batch {
     }
 }
 
-/// Replaces the replies of the calls `outside` of a calendar's borders, which have decided nothing, by those of the second
+/// Replaces the replies of the calls `outside` of a calendar's borders, which have decided nothing, by the replies of the second
 /// attempt. If that fails, the other calls were decided nevertheless.
 fn merged(
     mut replies: Replies,
