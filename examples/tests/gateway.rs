@@ -294,7 +294,7 @@ fn reloads_valid_files_and_rejects_invalid_ones() {
         (with("5/M"), ["line 19", "\"5/M\" is not a valid quota"]),
         (
             with("5/min").replace("carol = {", "carol = 5 #"),
-            ["line 27", "`exempt`, a policy such as"],
+            ["line 27", "`exempt`, `blocked`, a policy such as"],
         ),
         (
             with("5/min").replace("[trial]", "[trail]"),

@@ -151,19 +151,21 @@ fn strikes_of(key: Key) -> Key {
 impl Strikes {
     fn add(self: &Arc<Self>, policy: &str, key: Key, ops: &OpQueue) {
         let caller = caller(policy, &key);
-        let strike = || Strike {
-            policy: policy.into(),
-            key,
-            count: 1,
-        };
         let mut pending = lock(&self.pending);
-        if let Some(strike) = pending.get_mut(&caller) {
-            strike.count = strike.count.saturating_add(1);
-        } else if pending.len() < MAX_PENDING {
-            pending.insert(caller, strike());
-        } else {
-            drop(pending);
-            return self.send(strike(), ops);
+        match pending.get_mut(&caller) {
+            Some(strike) => strike.count = strike.count.saturating_add(1),
+            None => {
+                let strike = Strike {
+                    policy: policy.into(),
+                    key,
+                    count: 1,
+                };
+                if pending.len() >= MAX_PENDING {
+                    drop(pending);
+                    return self.send(strike, ops);
+                }
+                pending.insert(caller, strike);
+            }
         }
         drop(pending);
         self.sender.spawn(None, |task| {

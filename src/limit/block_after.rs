@@ -121,26 +121,29 @@ impl FromStr for BlockAfter {
     ///
     /// Returns an error for text of another form, and as [`new`](Self::new).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem| {
-            let problem =
-                format!("{problem}; use the form `20/min for 10m` or `20/min for 10m, extended`");
-            ConfigError::invalid("block", text, problem)
-        };
         let Some((strikes, rest)) = text.split_once(" for ") else {
-            return Err(wrong("there is no `for` between the quota and the time"));
+            return Err(wrong(
+                text,
+                "there is no `for` between the quota and the time",
+            ));
         };
         let rest = rest.trim_end();
-        let (time, is_extended) = match rest.strip_suffix(EXTENDED) {
-            Some(time) => (time, true),
-            None => (rest, false),
+        let time = match duration::parse(rest.strip_suffix(EXTENDED).unwrap_or(rest)) {
+            Ok(time) => time,
+            Err(problem) => return Err(wrong(text, problem)),
         };
-        let time = duration::parse(time).map_err(wrong)?;
         let rule = Self::new(strikes, time)?;
-        Ok(Self {
-            is_extended,
-            ..rule
-        })
+        if rest.ends_with(EXTENDED) {
+            Ok(rule.extended())
+        } else {
+            Ok(rule)
+        }
     }
+}
+
+fn wrong(text: &str, problem: &str) -> ConfigError {
+    let problem = format!("{problem}; use the form `20/min for 10m` or `20/min for 10m, extended`");
+    ConfigError::invalid("block", text, problem)
 }
 
 #[cfg(feature = "serde")]

@@ -58,7 +58,7 @@ impl Unit {
             | Self::Month { from: 1 }
             | Self::Year { month: 1, day: 1 } => Ok(()),
             Self::Week { from } => {
-                let (name, _) = WEEKDAYS[from as usize];
+                let name = WEEKDAYS[from as usize].0;
                 write!(f, " from {name}")
             }
             Self::Month { from } => write!(f, " from {from}"),
@@ -126,10 +126,12 @@ impl FromStr for Calendar {
     /// Returns an error for text of another form, for a day that no such window has, and for an
     /// unknown time zone.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let (unit, zone) = match text.split_once(',') {
-            Some((unit, zone)) => (unit, zone.trim()),
-            None => (text, "UTC"),
-        };
+        let mut unit = text;
+        let mut zone = "UTC";
+        if let Some((before, after)) = text.split_once(',') {
+            unit = before;
+            zone = after.trim();
+        }
         match read_unit(unit) {
             Ok(calendar) => calendar.in_zone(zone),
             Err(problem) => {

@@ -29,12 +29,12 @@ impl Zone {
         if text.eq_ignore_ascii_case("UTC") || text == "Z" {
             return Ok(Self::UTC);
         }
-        let (sign, digits) = match text.as_bytes().first() {
-            Some(b'+') => (1, &text[1..]),
-            Some(b'-') => (-1, &text[1..]),
+        let sign = match text.as_bytes().first() {
+            Some(b'+') => 1,
+            Some(b'-') => -1,
             _ => return Self::named(text),
         };
-        let fix = match read_minutes(digits) {
+        let fix = match read_minutes(&text[1..]) {
             Some(minutes @ 0..=MAX_OFFSET) => return Ok(Self::Offset(sign * minutes)),
             Some(_) => "an offset is at most 14 hours; use `-14:00` to `+14:00`",
             None => "an offset has hours and minutes; use the form `+02:00`",
@@ -109,16 +109,16 @@ impl fmt::Display for Zone {
 
 /// Parses the minutes of `02:00`, `0200` or `02`.
 fn read_minutes(digits: &str) -> Option<i16> {
-    let (hours, minutes) = match *digits.as_bytes() {
-        [a, b] => ([a, b], [b'0', b'0']),
-        [a, b, c, d] | [a, b, b':', c, d] => ([a, b], [c, d]),
+    let [a, b, c, d] = match *digits.as_bytes() {
+        [a, b] => [a, b, b'0', b'0'],
+        [a, b, c, d] | [a, b, b':', c, d] => [a, b, c, d],
         _ => return None,
     };
-    let minutes = read_two(minutes)?;
+    let minutes = read_two([c, d])?;
     if minutes >= 60 {
         return None;
     }
-    Some(60 * read_two(hours)? + minutes)
+    Some(60 * read_two([a, b])? + minutes)
 }
 
 fn read_two(digits: [u8; 2]) -> Option<i16> {

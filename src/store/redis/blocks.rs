@@ -58,15 +58,14 @@ impl SharedStore {
     }
 
     async fn send_change(self: &Arc<Self>, change: &BlockChange) -> Result<(), StoreError> {
-        let now = instant();
-        let (always, end) = match change.kind {
-            BlockChangeKind::Extend(end) => (true, Some(end)),
-            BlockChangeKind::Begin(end) => (false, Some(end)),
-            BlockChangeKind::End { was_known } => (was_known, None),
+        let always = match change.kind {
+            BlockChangeKind::Extend(_) => true,
+            BlockChangeKind::Begin(_) => false,
+            BlockChangeKind::End { was_known } => was_known,
         };
         let mut time = Duration::ZERO;
-        if let Some(end) = end {
-            time = end.saturating_duration_since(now);
+        if let BlockChangeKind::Extend(end) | BlockChangeKind::Begin(end) = change.kind {
+            time = end.saturating_duration_since(instant());
             // After an outage, the block may have ended. Less than a millisecond would end that of another instance.
             if time < Duration::from_millis(1) {
                 return Ok(());
