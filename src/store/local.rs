@@ -625,4 +625,33 @@ mod tests {
             }
         }
     }
+
+    /// A count under another calendar, whose day ends an hour earlier, lasts until the end of the check's day: a denial has
+    /// said so.
+    #[tokio::test(start_paused = true)]
+    async fn a_denial_extends_the_count_of_another_calendar() {
+        const HOUR: Duration = Duration::from_secs(3_600);
+        let plan = |strategy: &str| Policy::new("plan", strategy.parse().unwrap(), "5/d").unwrap();
+        let east: Policies = plan("fixed-window(day, +01:00)").into();
+        let utc = plan("fixed-window(day)");
+        let burst = Policy::new("burst", Strategy::Gcra, "9/s").unwrap();
+        let both = Policies::new([burst, utc.clone()]).unwrap();
+        for policies in [utc.into(), both] {
+            let store = LocalStore::default();
+            let now = store.shared.clock.micros();
+            let two_hours_to_midnight = 20_000 * 86_400_000_000 - 7_200_000_000;
+            let ahead = two_hours_to_midnight - now;
+            store.shared.ahead.store(ahead, Ordering::Relaxed);
+            let take = |policies| store.check(Check::take(Key::new("ann"), policies, 5));
+            let first = take(&east).await.unwrap();
+            assert_eq!((first.is_allowed(), first.reset_after()), (true, HOUR));
+            let denied = take(&policies).await.unwrap();
+            assert_eq!(denied.retry_after(), Some(2 * HOUR));
+            tokio::time::advance(HOUR + HOUR / 2).await;
+            let denied = take(&policies).await.unwrap();
+            assert_eq!(denied.retry_after(), Some(HOUR / 2));
+            tokio::time::advance(HOUR / 2).await;
+            assert!(take(&policies).await.unwrap().is_allowed());
+        }
+    }
 }
