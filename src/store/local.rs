@@ -160,11 +160,6 @@ fn changes(check: &Check, verdicts: &Verdicts) -> bool {
     }
 }
 
-/// Returns `true` if a denial may change the time at which a state expires: the end of a count under another calendar.
-fn may_last_longer(policy: &Policy) -> bool {
-    policy.params().calendar.is_some()
-}
-
 impl LocalCount {
     /// Returns the state to decide on. A counted state is moved out until it is put back or
     /// replaced. That under a calendar has its clock, which is `ahead`.
@@ -394,15 +389,9 @@ impl CountShard {
         let verdicts = check.decide_by(&mut states, now, ahead);
         if !changes(check, &verdicts) {
             let places = check.policies().iter().zip(places);
-            for ((state, verdict), (policy, place)) in
-                states.into_iter().zip(&verdicts.each).zip(places)
-            {
+            for (state, (policy, place)) in states.into_iter().zip(places) {
                 if let Some(slot) = self.state_at(place) {
-                    let hold = hold_counted(&state, verdict, policy, now);
                     slot.value.put_back(state, policy);
-                    if may_last_longer(policy) && hold.expires_at() > slot.hold.expires_at() {
-                        slot.hold = hold;
-                    }
                 }
             }
             return verdicts;
@@ -444,7 +433,7 @@ impl CountShard {
                 hold,
             }) => {
                 let verdicts = check.decide_by(slice::from_mut(state), now, ahead);
-                if changes(check, &verdicts) || may_last_longer(policy) {
+                if changes(check, &verdicts) {
                     *hold = hold_counted(state, verdicts.first(), policy, now);
                     if hold.expires_at() <= now {
                         self.states.remove(count);
