@@ -1,7 +1,7 @@
 //! `cargo run --example gateway`
 //!
-//! A service with plans, limits for individual callers, addresses behind proxies, a costly route, a limit in a dry run,
-//! a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example gateway --
+//! A service with plans, limits for individual callers, addresses behind proxies, a costly route, a page of
+//! what a caller has used, a limit in a dry run, a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example gateway --
 //! FILE`. Changed limits apply within a second. It needs no Redis, but the file may name one. In production, serve `/metrics` on a
 //! port that clients do not reach, as `examples/envoy` does.
 
@@ -18,11 +18,12 @@ use std::{env, fs, process, thread};
 
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::{Router, response::Response, routing::get};
+use axum::{Extension, Router, response::Response, routing::get};
 use http::StatusCode;
 use http::request::Parts;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::Deserialize;
+use tower_redis_ratelimit::check::Decision;
 use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor, MissingKey};
 use tower_redis_ratelimit::observe::{MetricsObserver, TracingObserver};
 use tower_redis_ratelimit::select::{Live, Tier, Tiers};
@@ -78,12 +79,10 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     let store = AnyStore::from_config(&settings.store)?;
     let layer = RateLimitLayer::new(store.clone(), Caller(settings.client_ip), limits.clone())
         .skip(|request| matches!(request.uri.path(), "/health" | "/metrics"))
-        .cost(|request| {
-            if request.uri.path() == "/report" {
-                10
-            } else {
-                1
-            }
+        .cost(|request| match request.uri.path() {
+            "/report" => 10,
+            "/usage" => 0,
+            _ => 1,
         })
         .shadow(trial.clone())
         .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
@@ -93,6 +92,7 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     let app = Router::new()
         .route("/", get(|| async { "Hello!\n" }))
         .route("/report", get(|| async { "A long report\n" }))
+        .route("/usage", get(usage))
         .route("/health", get(async move || health(&checked)))
         .route("/metrics", get(async move || metrics.render()))
         .layer(layer)
@@ -113,6 +113,24 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     // What the last requests gave back.
     store.flush().await;
     Ok(())
+}
+
+/// Shows callers how much they have used. The layer's check of this request has cost 0, so it has used nothing.
+async fn usage(decision: Option<Extension<Decision>>) -> String {
+    let Some(Extension(decision)) = decision else {
+        return "no limit\n".to_owned();
+    };
+    let mut text = String::new();
+    for each in decision.each() {
+        text += &format!(
+            "{}: {} of {} used, all of them free in {} s\n",
+            each.policy().name(),
+            each.used(),
+            each.capacity(),
+            each.reset_after().as_secs()
+        );
+    }
+    text
 }
 
 /// Without a decision of any store, requests get a 503.
@@ -205,9 +223,11 @@ curl -i {at}/                                        # by address
 curl -i -H 'x-forwarded-for: 192.0.2.7' {at}/        # another address, told by a trusted proxy
 curl -i -H 'x-api-key: key-of-alice' {at}/           # the plan `free`
 curl -i -H 'x-api-key: key-of-alice' {at}/report     # which costs 10
+curl -i -H 'x-api-key: key-of-alice' {at}/usage      # what she has used; it uses nothing
 curl -i -H 'x-api-key: key-of-bob' {at}/             # the plan `pro`
 curl -i -H 'x-api-key: key-of-carol' {at}/           # `free`, but with a limit of her own
 curl -i -H 'x-api-key: key-of-monitor' {at}/         # exempt
+curl -i -H 'x-forwarded-for: 192.0.2.66' {at}/       # blocked
 curl -i {at}/health                                  # never counted
 curl -s {at}/metrics"
     );

@@ -3,12 +3,13 @@
 -- KEYS   as in block.lua
 -- ARGV   the time of the last change that the reader has seen, in microseconds since the Unix epoch, 0 for none; the
 --        maximum number of changes in the reply; 0
--- Reply  a list of texts: the time in milliseconds since the Unix epoch; then for each change, in order: the caller; the
---        time of the change; the end of the block, or 0 without a block. The empty caller means that a block was ended
---        early, and the reader must read all blocks again
+-- Reply  a list of texts: the time in milliseconds since the Unix epoch; the time of the last change, or 0 for none; then
+--        for each change, in order: the caller; the time of the change; the end of the block. If the block was ended early,
+--        a byte 0 precedes the caller
 
 local time = redis.call('TIME')
-local reply = { string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)) }
+local last = redis.call('ZREVRANGE', KEYS[2], '0', '0', 'WITHSCORES')[2] or '0'
+local reply = { string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)), last }
 local changed =
   redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. ARGV[1], '+inf', 'WITHSCORES', 'LIMIT', '0', ARGV[2])
 for i = 1, #changed, 2 do

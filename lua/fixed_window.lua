@@ -31,16 +31,19 @@ local function window_start(policy, now)
   return now - (now - policy.offset) % policy.period
 end
 
--- Returns the start of the current window of a calendar, the count, and whether the state is from the future. If another
--- instance has other borders, the start is later, so that the window ends with the later one.
+-- Returns the start of the current window of a calendar, the count, and whether the state must be saved. The count of another
+-- calendar keeps its end, unless that is in the second half of this window: then it ends with this window. The start is the
+-- end minus the length of this window.
 local function load_calendar(policy, now, stop, count)
   local period = policy.period
   if count == 0 or stop <= now then
     return policy.offset, 0
   elseif stop - now > 2 * period then
     return policy.offset, count, nil, true
+  elseif stop < policy.offset + period and 2 * (stop - policy.offset) > period then
+    return policy.offset, count, nil, true
   end
-  return max(policy.offset, stop - period), count
+  return stop - period, count
 end
 
 local function load(policy, key, now, value)

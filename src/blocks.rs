@@ -4,7 +4,7 @@
 //! A shared store sends the changes of this process, and reads the changes of other instances twice a second: see
 //! `store/redis/blocks.rs`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -27,7 +27,7 @@ struct SharedBlocks {
     ends: RwLock<BlockEnds>,
     digester: Digester,
     /// The changes that the other instances must learn. `None` if no other instance shares the store.
-    unsent: Option<Mutex<Vec<BlockChange>>>,
+    unsent: Option<Mutex<UnsentChanges>>,
     changed: Notify,
 }
 
@@ -36,6 +36,22 @@ struct SharedBlocks {
 struct BlockEnds {
     each: BTreeMap<Digest, Instant>,
     by_end: BTreeSet<(Instant, Digest)>,
+}
+
+/// By caller, so that a flood of changes of one caller is one.
+#[derive(Default)]
+struct UnsentChanges(HashMap<BlockedCaller, UnsentChange>);
+
+/// The changes of one caller that were not sent yet: first the end of a block, then a block.
+#[derive(Clone, Copy, Default)]
+struct UnsentChange {
+    ends: Option<EndOfBlock>,
+    block: Option<BlockChangeKind>,
+}
+
+#[derive(Clone, Copy)]
+struct EndOfBlock {
+    was_known: bool,
 }
 
 /// A caller under a policy: the policy's name, a colon and the key. A name has no colon.
@@ -54,7 +70,8 @@ pub(crate) enum BlockChangeKind {
     Extend(Instant),
     /// Block until this time, unless the caller is blocked.
     Begin(Instant),
-    End,
+    /// End the block. If this process knew it, others may too, even if Redis has lost it.
+    End { was_known: bool },
 }
 
 /// Maximum number of blocks. Beyond it, the block with the earliest end is dropped.
@@ -81,7 +98,7 @@ impl Blocks {
         Self::new(Some(Mutex::default()))
     }
 
-    fn new(unsent: Option<Mutex<Vec<BlockChange>>>) -> Self {
+    fn new(unsent: Option<Mutex<UnsentChanges>>) -> Self {
         Self(Arc::new(SharedBlocks {
             count: AtomicUsize::new(0),
             ends: RwLock::default(),
@@ -106,64 +123,51 @@ impl Blocks {
         let end = *ends.each.get(&digest)?;
         drop(ends);
         let rest = end.saturating_duration_since(instant());
-        (!rest.is_zero()).then_some(rest)
+        if rest.is_zero() { None } else { Some(rest) }
     }
 
     /// Makes a change, and records it for the other instances.
-    pub(crate) fn change(&self, change: BlockChange) {
-        let is_begin = matches!(change.kind, BlockChangeKind::Begin(_));
-        // The instances that count the last strikes at the same time would each begin the block.
-        if is_begin && self.rest_of(&change.caller).is_some() {
-            return;
+    pub(crate) fn change(&self, mut change: BlockChange) {
+        let is_blocked = self.rest_of(&change.caller).is_some();
+        match &mut change.kind {
+            // The instances that count the last strikes at the same time would each begin the block.
+            BlockChangeKind::Begin(_) if is_blocked => return,
+            BlockChangeKind::End { was_known } => *was_known |= is_blocked,
+            BlockChangeKind::Begin(_) | BlockChangeKind::Extend(_) => {}
         }
-        self.apply(&change);
-        if let Some(unsent) = &self.0.unsent {
-            let mut unsent = lock(unsent);
-            if unsent.len() < MAX {
-                unsent.push(change);
+        self.write(|ends, digester| {
+            let caller = digester.digest_of(&change.caller);
+            match change.kind {
+                BlockChangeKind::Extend(end) | BlockChangeKind::Begin(end) => {
+                    ends.extend(caller, end);
+                }
+                BlockChangeKind::End { .. } => ends.remove(caller),
             }
-            drop(unsent);
+        });
+        if let Some(unsent) = &self.0.unsent {
+            lock(unsent).add(change);
             self.0.changed.notify_one();
         }
     }
 
-    fn apply(&self, change: &BlockChange) {
-        self.write(|ends, digester| {
-            let digest = digester.digest_of(&change.caller);
-            match change.kind {
-                BlockChangeKind::Extend(end) | BlockChangeKind::Begin(end) => {
-                    let former = ends.each.get(&digest).copied();
-                    ends.set(digest, former.map_or(end, |former| former.max(end)));
-                }
-                BlockChangeKind::End => ends.remove(digest),
-            }
-        });
-    }
-
-    /// Adds the store's blocks, and replaces their ends.
-    pub(crate) fn learn(&self, blocks: &[(BlockedCaller, Instant)]) {
-        self.write(|ends, digester| {
-            for (caller, end) in blocks {
-                ends.set(digester.digest_of(caller), *end);
-            }
-        });
-    }
-
-    /// Replaces all blocks with the store's blocks, and applies the unsent changes.
-    pub(crate) fn replace(&self, blocks: &[(BlockedCaller, Instant)]) {
-        let unsent = match &self.0.unsent {
-            Some(unsent) => lock(unsent).clone(),
-            None => vec![],
+    /// Applies the store's changes, in order: for each caller the end of the block, or `None` if it was ended. Unsent
+    /// changes of a caller prevail.
+    pub(crate) fn learn(&self, changes: &[(BlockedCaller, Option<Instant>)]) {
+        let Some(unsent) = &self.0.unsent else {
+            return;
         };
+        let unsent = lock(unsent);
         self.write(|ends, digester| {
-            *ends = BlockEnds::default();
-            for (caller, end) in blocks {
-                ends.set(digester.digest_of(caller), *end);
+            for (caller, end) in changes {
+                let digest = digester.digest_of(caller);
+                match (unsent.0.get(caller), end) {
+                    (None, Some(end)) => ends.set(digest, *end),
+                    (None, None) => ends.remove(digest),
+                    (Some(unsent), Some(end)) if unsent.ends.is_none() => ends.extend(digest, *end),
+                    (Some(_), _) => {}
+                }
             }
         });
-        for change in &unsent {
-            self.apply(change);
-        }
     }
 
     fn write(&self, write: impl FnOnce(&mut BlockEnds, &Digester)) {
@@ -174,21 +178,39 @@ impl Blocks {
         self.0.count.store(ends.each.len(), Ordering::Release);
     }
 
-    /// Takes the changes that were not sent yet.
+    /// Takes the unsent changes. The changes of one caller are in order.
     pub(crate) fn take_unsent(&self) -> Vec<BlockChange> {
-        match &self.0.unsent {
-            Some(unsent) => std::mem::take(&mut *lock(unsent)),
-            None => vec![],
+        let mut changes = vec![];
+        let Some(unsent) = &self.0.unsent else {
+            return changes;
+        };
+        let unsent = std::mem::take(&mut *lock(unsent));
+        for (caller, UnsentChange { ends, block }) in unsent.0 {
+            if let Some(EndOfBlock { was_known }) = ends {
+                changes.push(BlockChange {
+                    caller: caller.clone(),
+                    kind: BlockChangeKind::End { was_known },
+                });
+            }
+            if let Some(kind) = block {
+                changes.push(BlockChange { caller, kind });
+            }
         }
+        changes
     }
 
     /// Puts unsent changes back, before newer ones.
-    pub(crate) fn put_back(&self, mut changes: Vec<BlockChange>) {
-        if let Some(unsent) = &self.0.unsent {
-            let mut unsent = lock(unsent);
-            changes.append(&mut unsent);
-            changes.truncate(MAX);
-            *unsent = changes;
+    pub(crate) fn put_back(&self, changes: Vec<BlockChange>) {
+        let Some(unsent) = &self.0.unsent else {
+            return;
+        };
+        let mut unsent = lock(unsent);
+        let newer = std::mem::take(&mut *unsent);
+        for change in changes {
+            unsent.add(change);
+        }
+        for (caller, newer) in newer.0 {
+            unsent.0.entry(caller).or_default().merge(newer);
         }
     }
 
@@ -199,6 +221,14 @@ impl Blocks {
 }
 
 impl BlockEnds {
+    /// Sets the end, unless that of an existing block is later.
+    fn extend(&mut self, caller: Digest, end: Instant) {
+        match self.each.get(&caller) {
+            Some(former) if *former >= end => {}
+            _ => self.set(caller, end),
+        }
+    }
+
     fn set(&mut self, caller: Digest, end: Instant) {
         if let Some(former) = self.each.insert(caller, end) {
             self.by_end.remove(&(former, caller));
@@ -213,7 +243,7 @@ impl BlockEnds {
     }
 
     fn drop_expired(&mut self, now: Instant) {
-        while let Some((end, caller)) = self.by_end.first().copied()
+        while let Some(&(end, caller)) = self.by_end.first()
             && end <= now
         {
             self.remove(caller);
@@ -222,9 +252,71 @@ impl BlockEnds {
 
     fn drop_excess(&mut self) {
         while self.each.len() > MAX
-            && let Some((_, caller)) = self.by_end.first().copied()
+            && let Some(&(_, caller)) = self.by_end.first()
         {
             self.remove(caller);
+        }
+    }
+}
+
+impl UnsentChanges {
+    fn add(&mut self, BlockChange { caller, kind }: BlockChange) {
+        let change = match kind {
+            BlockChangeKind::End { was_known } => UnsentChange {
+                ends: Some(EndOfBlock { was_known }),
+                block: None,
+            },
+            block => UnsentChange {
+                ends: None,
+                block: Some(block),
+            },
+        };
+        self.0.entry(caller).or_default().merge(change);
+        // An outage may last, and a flood of callers with it. Sorting once for `MAX` changes keeps the time of each short.
+        if self.0.len() > 2 * MAX {
+            self.drop_earliest();
+        }
+    }
+
+    /// Drops the blocks with the earliest ends.
+    fn drop_earliest(&mut self) {
+        let mut ends: Vec<Instant> = vec![];
+        for change in self.0.values() {
+            ends.extend(change.end());
+        }
+        let excess = ends.len().saturating_sub(MAX);
+        if excess == 0 {
+            return;
+        }
+        let earliest = *ends.select_nth_unstable(excess).1;
+        self.0
+            .retain(|_, change| change.end().is_none_or(|end| end >= earliest));
+    }
+}
+
+impl UnsentChange {
+    /// Adds a newer change.
+    fn merge(&mut self, newer: Self) {
+        if let Some(mut end) = newer.ends {
+            if let Some(former) = self.ends {
+                end.was_known |= former.was_known;
+            }
+            self.ends = Some(end);
+            self.block = newer.block;
+            return;
+        }
+        self.block = match (self.end(), newer.end()) {
+            (Some(former), Some(end)) => Some(BlockChangeKind::Extend(former.max(end))),
+            (None, Some(_)) => newer.block,
+            (_, None) => self.block,
+        };
+    }
+
+    /// Returns the end of the block.
+    fn end(&self) -> Option<Instant> {
+        match self.block? {
+            BlockChangeKind::Extend(end) | BlockChangeKind::Begin(end) => Some(end),
+            BlockChangeKind::End { .. } => None,
         }
     }
 }
@@ -294,23 +386,65 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn unsent_changes_outlive_a_replacement() {
+    async fn unsent_changes_prevail() {
         let blocks = Blocks::shared();
+        let named = |name| caller("api", &Key::new(name));
+        let after = |seconds| Some(instant() + Duration::from_secs(seconds));
         block(&blocks, "ann", 600);
-        let bob = (
-            caller("api", &Key::new("bob")),
-            instant() + Duration::from_secs(5),
-        );
-        blocks.replace(&[bob]);
+        blocks.learn(&[
+            (named("ann"), after(5)),
+            (named("bob"), after(5)),
+            (named("ann"), None),
+        ]);
         assert_eq!(
             (rest(&blocks, "ann"), rest(&blocks, "bob")),
             (Some(600), Some(5))
         );
         let sent = blocks.take_unsent();
-        blocks.replace(&[]);
-        assert_eq!((rest(&blocks, "ann"), rest(&blocks, "bob")), (None, None));
+        blocks.learn(&[(named("ann"), None), (named("bob"), after(3))]);
+        assert_eq!(
+            (rest(&blocks, "ann"), rest(&blocks, "bob")),
+            (None, Some(3))
+        );
         blocks.put_back(sent.clone());
         assert_eq!(blocks.take_unsent(), sent);
+
+        let end = || BlockChange {
+            caller: named("bob"),
+            kind: BlockChangeKind::End { was_known: true },
+        };
+        blocks.change(end());
+        blocks.learn(&[(named("bob"), after(9))]);
+        assert_eq!(rest(&blocks, "bob"), None);
+        block(&blocks, "bob", 7);
+        blocks.learn(&[(named("bob"), after(9))]);
+        assert_eq!(rest(&blocks, "bob"), Some(7), "the end is sent first");
+        let older = blocks.take_unsent();
+        assert_eq!(older[0], end());
+        block(&blocks, "bob", 70);
+        blocks.put_back(older);
+        let sent = blocks.take_unsent();
+        let longer = BlockChangeKind::Extend(instant() + Duration::from_secs(70));
+        assert_eq!((sent.len(), &sent[0], sent[1].kind), (2, &end(), longer));
+    }
+
+    /// In an outage, an operator's block is not lost in a flood of others.
+    #[tokio::test(start_paused = true)]
+    async fn a_flood_of_changes_is_bounded() {
+        let blocks = Blocks::shared();
+        block(&blocks, "ann", 1_000);
+        for number in 0..2 * MAX + 9 {
+            block(&blocks, &number.to_string(), 500 + number as u64 % 100);
+            block(&blocks, "bob", 600 + number as u64 % 100);
+        }
+        let unsent = blocks.take_unsent();
+        assert!(unsent.len() <= 2 * MAX);
+        for name in ["ann", "bob"] {
+            let of_name = unsent
+                .iter()
+                .filter(|change| change.caller == caller("api", &Key::new(name)));
+            assert_eq!(of_name.count(), 1, "{name}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -202,7 +202,8 @@ error_kinds! {
         "the server denied the Redis user a permission: grant `~PREFIX:* +evalsha +eval +time +mget +set \
         +setrange +del +get` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
         and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
-        RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
+        RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for blocks, `+zadd +zrem +zcard +zscore +zpopmin \
+        +zrangebyscore +zrevrange +pexpireat`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
         +cluster|slots` (`+cluster` before 7.0); a user of sentinels, `+sentinel|master` (`+sentinel` before 7.0)";
     /// The server is not a Redis, or a proxy changed its replies.
     Protocol: "protocol",

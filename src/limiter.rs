@@ -70,7 +70,7 @@ use crate::wait_queues::{Bounds, NoPermit, Permit, Spent, WaitQueues};
 /// ```
 ///
 /// The selector may exempt a caller, who is not counted then. The decisions on that caller allow everything, under a policy named `exempt`, and
-/// their source is `Source::Other("exempt")`.
+/// their source is `Source::Other("exempt")`. It may also return [`Policies::blocked`], which denies everything.
 ///
 /// # Denials
 ///
@@ -104,6 +104,7 @@ pub struct Limiter<S> {
     /// `None` if blocks are not enforced.
     blocking: Option<Blocking<Key>>,
     forbids_blocked: bool,
+    extends_blocks: bool,
 }
 
 /// The policies of a call.
@@ -165,6 +166,7 @@ impl<S: Store> Limiter<S> {
             notifier: Notifier::default(),
             blocking: None,
             forbids_blocked: false,
+            extends_blocks: false,
         }
     }
 
@@ -199,6 +201,7 @@ impl<S: Store> Limiter<S> {
             notifier: self.notifier.clone(),
             blocking: self.blocking.clone(),
             forbids_blocked: self.forbids_blocked,
+            extends_blocks: self.extends_blocks,
         }
     }
 
@@ -251,6 +254,16 @@ impl<S: Store> Limiter<S> {
         }
     }
 
+    /// Sets whether denials of a caller that [`block_after`](Self::block_after) has blocked extend the block, like
+    /// [that of a layer](crate::RateLimitLayer::extend_blocks). A [`peek`](Self::peek) does not. Defaults to `false`.
+    #[must_use]
+    pub fn extend_blocks(self, extend: bool) -> Self {
+        Self {
+            extends_blocks: extend,
+            ..self
+        }
+    }
+
     /// Gives the denials of blocked callers the source [`Source::Forbidden`], whose response over HTTP is a 403. See
     /// [that of a layer](crate::RateLimitLayer::forbid_blocked).
     #[must_use]
@@ -296,7 +309,7 @@ impl<S: Store> Limiter<S> {
             None => None,
         };
         let reset = strikes.map(|strikes| self.store.check(strikes));
-        let changed = self.change_block(key, BlockChangeKind::End);
+        let changed = self.change_block(key, BlockChangeKind::End { was_known: false });
         async move {
             if let Some(reset) = reset {
                 let _reset = reset.await?;
@@ -321,13 +334,35 @@ impl<S: Store> Limiter<S> {
         self.store.backend().send_blocks()
     }
 
+    /// Returns the decision on a check that the store need not decide: its caller is exempt or blocked.
+    fn without_store(&self, check: &Check) -> Option<Decision> {
+        let policies = check.policies();
+        let admits = matches!(check.mode(), Mode::Take | Mode::UpTo | Mode::Peek);
+        if policies.is_exempt() {
+            Some(exempt_decision(check))
+        } else if policies.are_blocked() && admits {
+            Some(denial(check, None, self.forbids_blocked))
+        } else if policies.are_blocked() {
+            // Nothing is charged, so there is nothing to refund.
+            Some(check.decided(Source::Blocked, 0, |_| Verdict::allowed().with_remaining(0)))
+        } else if admits {
+            self.block_of(check)
+        } else {
+            None
+        }
+    }
+
     /// Returns the denial of a check if its caller is blocked.
     fn block_of(&self, check: &Check) -> Option<Decision> {
         let blocking = self.blocking.as_ref()?;
         // Also starts the task again if its runtime has shut down.
         self.store.backend().sync_blocks();
-        let rest = blocking.rest(check.key(), check.key(), check.policies())?;
-        Some(denial(check, rest, self.forbids_blocked))
+        let key = check.key();
+        let rest = blocking.rest(key, key, check.policies())?;
+        if self.extends_blocks && check.mode() != Mode::Peek {
+            blocking.extend(key, key, check.policies(), rest);
+        }
+        Some(denial(check, Some(rest), self.forbids_blocked))
     }
 
     /// Sets the observer. As that of a layer, it receives the [decisions](Observer::decided) on all takes:
@@ -654,12 +689,9 @@ impl<S: Store> Limiter<S> {
     ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
         self.report_shared_count();
         let reported = self.reported(&check);
-        let answer = if reported.is_exempt {
-            Answer::ready(Ok(exempt_decision(&check)))
-        } else if let Some(denied) = self.block_of(&check) {
-            Answer::ready(Ok(denied))
-        } else {
-            self.notifier.send(&self.store, check)
+        let answer = match self.without_store(&check) {
+            Some(decision) => Answer::ready(Ok(decision)),
+            None => self.notifier.send(&self.store, check),
         };
         async move {
             let answer = answer.await;
@@ -676,14 +708,9 @@ impl<S: Store> Limiter<S> {
     ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
         let key = *check.key();
         let notifier = self.notifier.clone();
-        let answer = if check.policies().is_exempt() {
-            Answer::ready(Ok(exempt_decision(&check)))
-        } else if check.mode() == Mode::Peek
-            && let Some(denied) = self.block_of(&check)
-        {
-            Answer::ready(Ok(denied))
-        } else {
-            self.store.check(check)
+        let answer = match self.without_store(&check) {
+            Some(decision) => Answer::ready(Ok(decision)),
+            None => self.store.check(check),
         };
         async move {
             let answer = answer.await;

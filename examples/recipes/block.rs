@@ -8,6 +8,7 @@ use axum::{Router, body::Body, routing::get};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::reject::BlockAfter;
+use tower_redis_ratelimit::select::Tiers;
 use tower_redis_ratelimit::store::{Store, StoreError};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RateLimitLayer, Strategy};
 
@@ -26,11 +27,21 @@ async fn by_an_operator(store: impl Store, api: Policy, key: Key) -> Result<(), 
     Ok(())
 }
 
+const FILE: &str = r#"
+block-after = "20/min for 10m, extended"
+
+[api]
+default = { name = "api", quota = "100/s" }
+
+[api.callers]
+"ip:192.0.2.66, ip:198.51.100.0/24" = "blocked"
+"#;
+
 /// The limits of a settings file.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Limits {
-    api: Policy,
+    api: Tiers,
     block_after: BlockAfter,
 }
 
@@ -39,8 +50,9 @@ fn from_settings(
     limits: Limits,
 ) -> Result<RateLimitLayer<impl Store, PeerIp>, Box<dyn std::error::Error>> {
     let rule = limits.block_after;
-    let layer =
-        RateLimitLayer::new(store, PeerIp, limits.api).block_after(rule.strikes(), rule.time())?;
+    let layer = RateLimitLayer::new(store, PeerIp, limits.api)
+        .block_after(rule.strikes(), rule.time())?
+        .extend_blocks(rule.is_extended());
     Ok(layer)
 }
 
@@ -88,14 +100,18 @@ async fn an_operator_ends_a_block() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-#[test]
-fn a_file_has_the_rule() -> Result<(), Box<dyn std::error::Error>> {
-    const FILE: &str = r#"
-block-after = "20/min for 10m"
-api = { name = "api", quota = "100/s" }
-"#;
+#[tokio::test]
+async fn a_file_has_the_rule() -> Result<(), Box<dyn std::error::Error>> {
     let limits: Limits = toml::from_str(FILE)?;
     assert_eq!(limits.block_after.time(), Duration::from_secs(600));
-    from_settings(LocalStore::default(), limits)?;
+    let layer = from_settings(LocalStore::default(), limits)?;
+    let app = Router::new().route("/", get(|| async {})).layer(layer);
+    for (host, status) in [(65, 200), (66, 429)] {
+        let peer = MockConnectInfo(SocketAddr::from(([192, 0, 2, host], 4711)));
+        let request = Request::new(Body::empty());
+        let response = app.clone().layer(peer).oneshot(request).await?;
+        assert_eq!(response.status(), status);
+        assert!(!response.headers().contains_key("retry-after"));
+    }
     Ok(())
 }

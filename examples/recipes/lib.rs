@@ -45,6 +45,7 @@ mod several_limits;
 mod shadow;
 mod stream_messages;
 mod tokens;
+mod usage;
 mod user_or_address;
 mod wait;
 mod web_sockets;

@@ -216,9 +216,11 @@ fn printed_commands_work() {
         ("key-of-alice' 127", Some(free), 29..=29),
         // On a slow machine, a part of the quota has refilled.
         ("/report", Some(free), 19..=27),
+        ("/usage", Some(free), 19..=30),
         ("key-of-bob", Some(pro), 99..=99),
         ("key-of-carol", Some("\"carol\";q=50;w=60"), 49..=49),
         ("key-of-monitor", None, 0..=0),
+        ("192.0.2.66", None, 0..=0),
         ("/health", None, 0..=0),
         ("/metrics", None, 0..=0),
     ];
@@ -226,9 +228,10 @@ fn printed_commands_work() {
     for (line, (part, policy, remaining)) in gateway.lines.iter().zip(expected) {
         assert!(line.contains(part), "{line}");
         let answer = gateway.curl(line);
+        let status = if part == "192.0.2.66" { 429 } else { 200 };
         assert_eq!(
             (answer.status(), answer.field("ratelimit-policy")),
-            (200, policy),
+            (status, policy),
             "{line}"
         );
         if part == "/health" {
@@ -244,12 +247,30 @@ fn printed_commands_work() {
         }
     }
 
+    // It uses nothing, and is shown to a caller who has used everything.
+    let carol = ["x-api-key: key-of-carol"];
+    let usage = || gateway.get("/usage", &carol).0;
+    assert!(
+        usage().contains("\r\n\r\ncarol: 1 of 50 used, "),
+        "{}",
+        usage()
+    );
+    for _ in 0..5 {
+        gateway.get("/report", &carol);
+    }
+    let used_up = usage();
+    assert!(
+        used_up.starts_with("HTTP/1.1 200 ") && used_up.contains("of 50 used"),
+        "{used_up}"
+    );
+    let exempt = gateway.get("/usage", &["x-api-key: key-of-monitor"]).0;
+    assert!(exempt.ends_with("\r\n\r\nno limit\n"), "{exempt}");
+
     let metrics = gateway.get("/metrics", &[]).0;
     for series in [
         r#"policy="anonymous",outcome="allowed",source="local",dry_run="false"} 2"#,
         r#"policy="pro",outcome="allowed",source="local",dry_run="false"} 1"#,
-        // All requests except the skipped ones: the monitor is exempt from the tiers only.
-        r#"policy="trial",outcome="allowed",source="local",dry_run="true"} 7"#,
+        r#"policy="blocked",outcome="exceeds_capacity",source="blocked",dry_run="false"} 1"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} "#,
     ] {
         assert!(metrics.contains(series), "{series} is missing in {metrics}");
@@ -273,7 +294,7 @@ fn reloads_valid_files_and_rejects_invalid_ones() {
         (with("5/M"), ["line 19", "\"5/M\" is not a valid quota"]),
         (
             with("5/min").replace("carol = {", "carol = 5 #"),
-            ["line 27", "`exempt`, a policy such as"],
+            ["line 27", "`exempt`, `blocked`, a policy such as"],
         ),
         (
             with("5/min").replace("[trial]", "[trail]"),

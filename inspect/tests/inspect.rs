@@ -436,7 +436,7 @@ async fn a_monthly_plan_is_shown() {
         "{limited}"
     );
     let unknown = service.without_settings(&["limited"]);
-    let note = "the limit of `plan fixed-window month-15@+0200` is not in Redis: use --settings FILE, or --policy \
+    let note = "the limit of `plan fixed-window month` is not in Redis: use --settings FILE, or --policy \
                 'plan fixed-window(CALENDAR) LIMIT/PERIOD'\n";
     assert!(unknown.ends_with(note), "{unknown}");
 }

@@ -84,6 +84,20 @@ impl<R> Blocking<R> {
         self.blocks.rest(policies[0].name(), &key)
     }
 
+    /// Extends the block of a denied caller, whose rest is `rest`, unless that began a moment ago or ends later than a
+    /// new one.
+    pub(crate) fn extend(&self, request: &R, key: &Key, policies: &Policies, rest: Duration) {
+        if let Some(strikes) = &self.strikes
+            && rest + strikes.rule.extension() <= strikes.rule.time()
+            && let Some(key) = self.key(request, key)
+        {
+            self.blocks.change(BlockChange {
+                caller: caller(policies[0].name(), &key),
+                kind: BlockChangeKind::Extend(instant() + strikes.rule.time()),
+            });
+        }
+    }
+
     /// Counts a denial of the store, which may begin a block.
     pub(crate) fn denied(&self, request: &R, key: &Key, denied: &Decision, ops: &OpQueue) {
         // A cost above the burst is denied for its size, and a block must not extend itself.
@@ -113,14 +127,18 @@ impl<R> Blocking<R> {
     }
 }
 
-/// Denies a check because of a block that lasts for `rest`.
-pub(crate) fn denial(check: &Check, rest: Duration, forbids: bool) -> Decision {
+/// Denies a check because of a block that lasts for `rest`; `None` for [blocked policies](Policies::blocked).
+pub(crate) fn denial(check: &Check, rest: Option<Duration>, forbids: bool) -> Decision {
     let source = if forbids {
         Source::Forbidden
     } else {
         Source::Blocked
     };
-    check.decided(source, 0, |_| Verdict::denied(rest))
+    let verdict = match rest {
+        Some(rest) => Verdict::denied(rest),
+        None => Verdict::exceeds_capacity().with_remaining(0),
+    };
+    check.decided(source, 0, |_| verdict)
 }
 
 fn is_block(decision: &Decision) -> bool {
@@ -135,19 +153,21 @@ fn strikes_of(key: Key) -> Key {
 impl Strikes {
     fn add(self: &Arc<Self>, policy: &str, key: Key, ops: &OpQueue) {
         let caller = caller(policy, &key);
-        let strike = || Strike {
-            policy: policy.into(),
-            key,
-            count: 1,
-        };
         let mut pending = lock(&self.pending);
-        if let Some(strike) = pending.get_mut(&caller) {
-            strike.count = strike.count.saturating_add(1);
-        } else if pending.len() < MAX_PENDING {
-            pending.insert(caller, strike());
-        } else {
-            drop(pending);
-            return self.send(strike(), ops);
+        match pending.get_mut(&caller) {
+            Some(strike) => strike.count = strike.count.saturating_add(1),
+            None => {
+                let strike = Strike {
+                    policy: policy.into(),
+                    key,
+                    count: 1,
+                };
+                if pending.len() >= MAX_PENDING {
+                    drop(pending);
+                    return self.send(strike, ops);
+                }
+                pending.insert(caller, strike);
+            }
         }
         // Before the spawn: a runtime that shuts down drops the task in it.
         drop(pending);

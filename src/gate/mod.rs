@@ -284,12 +284,28 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && let Some(blocking) = &self.settings.blocking
             && let Some(rest) = blocking.rest(request, key, policies)
         {
-            let check = self.check(*key, policies, request, None);
-            let denied = denial(&check, rest, self.settings.forbids_blocked);
-            let question = self.question(&check, None);
-            return Admission::Decided(self.deny(&question, denied));
+            if self.settings.extends_blocks {
+                blocking.extend(request, key, policies, rest);
+            }
+            return self.deny_blocked(request, *key, policies, Some(rest));
         }
         self.admit_under(request, extracted, selected)
+    }
+
+    /// Denies a request without a check: its caller is blocked for `rest`, or its policies are
+    /// [blocked](Policies::blocked).
+    #[cold]
+    fn deny_blocked(
+        &self,
+        request: &R,
+        key: Key,
+        policies: &Policies,
+        rest: Option<Duration>,
+    ) -> Admission<S::Future> {
+        let check = self.check(key, policies, request, None);
+        let denied = denial(&check, rest, self.settings.forbids_blocked);
+        let question = self.question(&check, None);
+        Admission::Decided(self.deny(&question, denied))
     }
 
     /// Sends the check under the policies of a request, if it has any.
@@ -303,6 +319,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let Some(selected) = selected else {
             return self.exempt(request, extracted);
         };
+        if selected.are_blocked() {
+            // Also without a key, which may be optional.
+            let key = extracted.unwrap_or(Key::GLOBAL);
+            return self.deny_blocked(request, key, &selected, None);
+        }
         let key = match extracted {
             Ok(key) => key,
             Err(missing) => return self.admit_without_key(request, missing),

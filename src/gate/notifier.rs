@@ -192,7 +192,7 @@ impl Notifier {
     #[cold]
     fn never_passes(&self, cost: u32, decision: &Decision) {
         let mut each = decision.policies().whole().iter();
-        let policy = each.find(|policy| policy.quota().capacity() < cost);
+        let policy = each.find(|policy| policy.quota().capacity() < cost && !policy.is_blocked());
         if let Some(policy) = policy
             && self.misconfiguration.never_passes.claim()
         {

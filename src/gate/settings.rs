@@ -39,6 +39,8 @@ settings! {
     forbids_blocked: bool,
     /// Selects exempt requests: they pass without a key or a check.
     skip: Option<Arc<dyn Fn(&R) -> bool + Send + Sync>>,
+    /// Whether denials of a blocked caller extend the block.
+    extends_blocks: bool,
     /// The cost of a request under its policies.
     cost: Option<Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>>,
     /// The time for which the client waits for a response, if the request states it.

@@ -3,7 +3,7 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use super::{Gate, Notifier, Question, Selector};
+use super::{Gate, Notifier, Question, Selector, denial};
 use crate::error::StoreError;
 use crate::held_slots::Slot;
 use crate::limit::{Decision, Key};
@@ -106,7 +106,13 @@ impl<D> Shadows<D> {
         }
         let mut question = gate.question(&check, id);
         question.slot = gate.hold(&check);
-        let shadow = match gate.notifier.send(&gate.store, check) {
+        let sent = if policies.are_blocked() {
+            let forbids = gate.settings.forbids_blocked;
+            Answer::ready(Ok(denial(&check, None, forbids)))
+        } else {
+            gate.notifier.send(&gate.store, check)
+        };
+        let shadow = match sent {
             Answer::Ready { answer } => Shadow::Done(self.reporter.report(&mut question, answer)),
             Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
         };

@@ -7,7 +7,8 @@ use super::duration::{self, Text};
 use super::{Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
-/// The number of denials that block a caller, and the time of the block: the text `20/min for 10m` in a settings file.
+/// The number of denials that block a caller, and the time of the block: the text `20/min for 10m` in a settings file, or
+/// `20/min for 10m, extended` if further denials [extend](crate::RateLimitLayer::extend_blocks) the block.
 ///
 /// Pass it to [`block_after`](crate::RateLimitLayer::block_after):
 ///
@@ -22,7 +23,9 @@ use crate::error::ConfigError;
 /// assert_eq!((rule.strikes(), rule.time()), (Quota::per_minute(20), Duration::from_secs(600)));
 ///
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).block_after(rule.strikes(), rule.time())?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
+///     .block_after(rule.strikes(), rule.time())?
+///     .extend_blocks(rule.is_extended());
 /// # let _ = layer;
 /// # Ok(())
 /// # }
@@ -33,10 +36,15 @@ use crate::error::ConfigError;
 pub struct BlockAfter {
     strikes: Quota,
     time: Duration,
+    is_extended: bool,
 }
 
 /// Valid times of a block.
 const TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(366 * 86_400);
+
+/// Half of the shortest block.
+const SHORTEST_EXTENSION: Duration = Duration::from_millis(500);
+const EXTENDED: &str = ", extended";
 
 impl BlockAfter {
     /// Creates a rule: `strikes` denials within the period of that quota block for `time`.
@@ -57,7 +65,20 @@ impl BlockAfter {
             )));
         }
         Policy::new("strikes", Strategy::SlidingLog, strikes)?;
-        Ok(Self { strikes, time })
+        Ok(Self {
+            strikes,
+            time,
+            is_extended: false,
+        })
+    }
+
+    /// Lets denials of a blocked caller extend the block.
+    #[must_use]
+    pub fn extended(self) -> Self {
+        Self {
+            is_extended: true,
+            ..self
+        }
     }
 
     /// Returns the number of denials that block a caller, and the time in which they are counted.
@@ -69,12 +90,27 @@ impl BlockAfter {
     pub fn time(&self) -> Duration {
         self.time
     }
+
+    /// Returns `true` if denials of a blocked caller extend the block.
+    pub fn is_extended(&self) -> bool {
+        self.is_extended
+    }
+
+    /// Returns by how much the rest of a block is shorter than its time, at least, when a denial extends it. So a flood
+    /// extends a block rarely.
+    pub(crate) fn extension(&self) -> Duration {
+        (self.time / 100).max(SHORTEST_EXTENSION)
+    }
 }
 
 /// As `20/m for 10m`, which [`from_str`](Self::from_str) reads.
 impl fmt::Display for BlockAfter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} for {}", self.strikes, Text(self.time))
+        write!(f, "{} for {}", self.strikes, Text(self.time))?;
+        if self.is_extended {
+            f.write_str(EXTENDED)?;
+        }
+        Ok(())
     }
 }
 
@@ -85,16 +121,29 @@ impl FromStr for BlockAfter {
     ///
     /// Returns an error for text of another form, and as [`new`](Self::new).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem| {
-            let problem = format!("{problem}; use the form `20/min for 10m`");
-            ConfigError::invalid("block", text, problem)
+        let Some((strikes, rest)) = text.split_once(" for ") else {
+            return Err(wrong(
+                text,
+                "there is no `for` between the quota and the time",
+            ));
         };
-        let Some((strikes, time)) = text.split_once(" for ") else {
-            return Err(wrong("there is no `for` between the quota and the time"));
+        let rest = rest.trim_end();
+        let time = match duration::parse(rest.strip_suffix(EXTENDED).unwrap_or(rest)) {
+            Ok(time) => time,
+            Err(problem) => return Err(wrong(text, problem)),
         };
-        let time = duration::parse(time).map_err(wrong)?;
-        Self::new(strikes, time)
+        let rule = Self::new(strikes, time)?;
+        if rest.ends_with(EXTENDED) {
+            Ok(rule.extended())
+        } else {
+            Ok(rule)
+        }
     }
+}
+
+fn wrong(text: &str, problem: &str) -> ConfigError {
+    let problem = format!("{problem}; use the form `20/min for 10m` or `20/min for 10m, extended`");
+    ConfigError::invalid("block", text, problem)
 }
 
 #[cfg(feature = "serde")]
@@ -110,10 +159,12 @@ mod tests {
             ("20/min for 10m", "20/m for 10m"),
             ("3 per 15 minutes for 1 day", "3/15m for 1d"),
             ("1/s for 366d", "1/s for 366d"),
+            ("20/min for 10m, extended ", "20/m for 10m, extended"),
         ] {
             let rule: BlockAfter = text.parse().unwrap();
             assert_eq!(rule.to_string(), shown);
             assert_eq!(shown.parse(), Ok(rule));
+            assert_eq!(rule.is_extended(), shown.ends_with("extended"));
         }
     }
 
@@ -127,6 +178,10 @@ mod tests {
             (
                 "20/min for ",
                 "it does not begin with a whole number; use the form",
+            ),
+            (
+                "20/min for 10m, renewed",
+                "use the form `20/min for 10m` or `20/min for 10m, extended`",
             ),
             (
                 "20/min for 0s",

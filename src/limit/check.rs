@@ -4,9 +4,10 @@ use smallvec::SmallVec;
 
 use super::strategy::Ask;
 use super::{
-    Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId, Source,
-    State, Verdict, Verdicts,
+    Calendar, Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId,
+    Source, State, Verdict, Verdicts,
 };
+use crate::error::{ErrorKind, StoreError};
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
 /// policies?
@@ -324,12 +325,34 @@ impl Check {
         Some(each.get(policy)?.arriving(now))
     }
 
+    /// Calls the functions of [custom calendars](crate::strategy::Calendar::custom) for the windows around `now`. Call it before
+    /// [`decide`](Self::decide), and under no lock.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for an invalid window.
+    #[inline]
+    pub(crate) fn prepare(&self, now: impl Fn() -> i64) -> Result<(), StoreError> {
+        for policy in &self.policies {
+            if let Some(calendar) = policy.params().calendar {
+                prepare(policy, calendar, now())?;
+            }
+        }
+        Ok(())
+    }
+
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
     /// A state changes only if the check charges, refunds or resets something, or if the clock has
     /// gone back.
     #[inline]
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
+        self.decide_by(states, now, 0)
+    }
+
+    /// As [`decide`](Self::decide). Calendars, and the states under them, have a clock that is `ahead` of that of the store.
+    #[inline]
+    pub(crate) fn decide_by(&self, states: &mut [State], now: i64, ahead: i64) -> Verdicts {
         let charged = self.charged_under(0, now);
         let ask = Ask {
             within: self.within(),
@@ -338,19 +361,20 @@ impl Check {
             ..Ask::new(self.mode, self.cost.into(), now)
         };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
+            let ask = ask.by_clock_of(policy, ahead);
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts::new(granted, SmallVec::from_buf([verdict]));
         }
-        self.decide_all(states, &ask)
+        self.decide_all(states, &ask, ahead)
     }
 
     /// Decides under several policies, the rarer case.
     #[inline(never)]
-    fn decide_all(&self, states: &mut [State], ask: &Ask<'_>) -> Verdicts {
+    fn decide_all(&self, states: &mut [State], ask: &Ask<'_>, ahead: i64) -> Verdicts {
         let max = match ask.mode {
             // Each policy cuts a charge independently of the others.
             Mode::Charge => i64::MAX,
-            _ => self.smallest_grant(states, ask),
+            _ => self.smallest_grant(states, ask, ahead),
         };
         let mut granted = None;
         let mut each = SmallVec::with_capacity(states.len());
@@ -358,7 +382,7 @@ impl Check {
             let charged = self.charged_under(i, ask.now);
             let ask = Ask {
                 of: charged.as_ref(),
-                ..*ask
+                ..ask.by_clock_of(policy, ahead)
             };
             let (verdict, grants) = state.decide(policy.params(), &ask, max);
             each.push(verdict);
@@ -370,10 +394,11 @@ impl Check {
     }
 
     /// Returns the largest amount that every policy allows; negative if one of them denies the check.
-    fn smallest_grant(&self, states: &[State], ask: &Ask<'_>) -> i64 {
+    fn smallest_grant(&self, states: &[State], ask: &Ask<'_>, ahead: i64) -> i64 {
         let mut smallest = i64::MAX;
         for (state, policy) in states.iter().zip(&self.policies) {
-            smallest = smallest.min(state.preview(policy.params(), ask).max);
+            let ask = ask.by_clock_of(policy, ahead);
+            smallest = smallest.min(state.preview(policy.params(), &ask).max);
         }
         smallest
     }
@@ -432,4 +457,16 @@ impl Check {
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
     }
+}
+
+/// Prepares the calendar of a policy.
+#[cold]
+fn prepare(policy: &Policy, calendar: Calendar, now: i64) -> Result<(), StoreError> {
+    let Err(problem) = calendar.prepare(now) else {
+        return Ok(());
+    };
+    let name = policy.name();
+    let reason = format!("the calendar `{calendar}` of the policy {name:?} is invalid: {problem}");
+    let error = StoreError::explained(ErrorKind::Configuration, reason);
+    Err(error.check_only().not_sent())
 }

@@ -62,6 +62,8 @@ impl Counts {
     /// `now`.
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
+        // An invalid window of a calendar grants nothing.
+        let _ = check.prepare(|| now);
         let mut verdicts = self.verdicts(check, now);
         verdicts.at = now - verdicts.age;
         check.clone().answer(verdicts, source)

@@ -44,7 +44,8 @@ use crate::error::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Environment variables can hold one policy: one variable each for `name`, `strategy` and `quota`.
+/// Environment variables can hold one policy: one variable each for `name`, `strategy` and `quota`. The text `blocked` stands
+/// for [`blocked`](Policies::blocked).
 #[derive(Clone)]
 pub struct Policies(Arc<SharedPolicies>);
 
@@ -68,6 +69,8 @@ enum Contents {
         costs: Policies,
         in_flight: Policies,
     },
+    /// A policy that allows nothing.
+    Blocked,
 }
 
 impl Contents {
@@ -75,6 +78,9 @@ impl Contents {
         let mut costs = SmallVec::new();
         let mut in_flight = SmallVec::new();
         for policy in policies {
+            if policy.is_blocked() {
+                return Self::Blocked;
+            }
             if policy.is_in_flight() {
                 in_flight.push(policy.clone());
             } else {
@@ -163,6 +169,43 @@ impl Policies {
         self.as_slice().iter()
     }
 
+    /// Returns the policies of blocked callers, plans or routes: they deny requests of any cost. The text
+    /// `blocked` of a settings file.
+    ///
+    /// A layer and a [`Limiter`](crate::Limiter) deny without a check of the store. The decision's source is
+    /// [`Source::Blocked`](crate::check::Source::Blocked), under a policy named `blocked`, and no wait helps: over HTTP it is a
+    /// 429 without `Retry-After`, or [a 403](crate::RateLimitLayer::forbid_blocked). To block for a time, use
+    /// [`Limiter::block`](crate::Limiter::block).
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::extract::PeerIp;
+    /// use tower_redis_ratelimit::select::Tiers;
+    /// use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let tiers = Tiers::new(Policy::new("free", Strategy::Gcra, "60/min")?)
+    ///     .caller(Key::ip("192.0.2.7".parse()?), Policies::blocked());
+    /// let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, tiers);
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias("ban", "denylist", "blocklist"))]
+    pub fn blocked() -> Self {
+        static BLOCKED: LazyLock<Policies> = LazyLock::new(|| {
+            #[allow(clippy::expect_used, reason = "a constant, which a test makes")]
+            let policy = Policy::of_blocked().expect("a valid policy");
+            policy.into()
+        });
+        BLOCKED.clone()
+    }
+
+    /// Returns `true` if the policies deny every request.
+    #[inline]
+    pub(crate) fn are_blocked(&self) -> bool {
+        matches!(self.0.contents, Contents::Blocked)
+    }
+
     /// The policies of callers that nothing limits, for a [`Limiter`](crate::Limiter), whose decisions need some. No store
     /// counts by them.
     pub(crate) fn exempt() -> &'static Self {
@@ -184,7 +227,7 @@ impl Policies {
     #[inline]
     pub(crate) fn in_flight(&self) -> Option<&Self> {
         match &self.0.contents {
-            Contents::Costs => None,
+            Contents::Costs | Contents::Blocked => None,
             Contents::InFlight => Some(self),
             Contents::Both { in_flight, .. } => Some(in_flight),
         }
@@ -193,7 +236,7 @@ impl Policies {
     /// Returns the policies that count costs over time.
     pub(crate) fn without_in_flight(&self) -> Option<&Self> {
         match &self.0.contents {
-            Contents::Costs => Some(self),
+            Contents::Costs | Contents::Blocked => Some(self),
             Contents::InFlight => None,
             Contents::Both { costs, .. } => Some(costs),
         }
@@ -203,7 +246,7 @@ impl Policies {
     /// requests in flight does not: it grants one request, not a cost.
     pub(super) fn tells_granted(&self, policy: &Policy) -> bool {
         match self.0.contents {
-            Contents::Costs | Contents::InFlight => true,
+            Contents::Costs | Contents::InFlight | Contents::Blocked => true,
             Contents::Both { .. } => !policy.is_in_flight(),
         }
     }
@@ -306,7 +349,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::limit::{Quota, Strategy};
+    use crate::limit::{Check, Key, Outcome, Quota, Source, State, Strategy};
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
@@ -323,6 +366,24 @@ mod tests {
         let many = (0..17).map(|i| policy(&i.to_string(), 1));
         assert!(refused(many.collect()).starts_with("17 policies for one check: "));
         assert_eq!(Policies::from(one).iter().len(), 1);
+    }
+
+    #[test]
+    fn blocked_lists_allow_nothing() {
+        let blocked = Policies::blocked();
+        let with_others = Policies::new([policy("api", 9), blocked[0].clone()]).unwrap();
+        assert!(!Policies::from(policy("blocked", 1)).are_blocked());
+        for list in [blocked, with_others] {
+            assert!(list.are_blocked() && list[list.len() - 1].never_fits(0));
+            let check = Check::take(Key::GLOBAL, &list, 1);
+            let mut states: Vec<State> = list
+                .iter()
+                .map(|policy| State::fresh(policy.kind()))
+                .collect();
+            let verdicts = check.decide(&mut states, 1_700_000_000_000_000);
+            let decision = check.answer(verdicts, Source::Local);
+            assert_eq!(decision.outcome(), Outcome::ExceedsCapacity);
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::strategy::{Frees, Params};
-use super::{Quota, Strategy, in_flight, span};
+use super::{Align, Quota, Strategy, in_flight, span};
 use crate::error::ConfigError;
 
 /// A named limit: a strategy and a quota.
@@ -240,11 +240,35 @@ impl Policy {
     pub(crate) fn of_pauses(mut self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.is_pause = true;
-            // A debt under another maximum would be another time.
-            inner.span = span::of_pause(inner.quota).into();
+        }
+        // A debt under another maximum would be another time.
+        let span = span::of_pause(self.quota());
+        self.with_span(&span)
+    }
+
+    /// Sets the span of a new policy: that of a count found in Redis.
+    pub(crate) fn with_span(mut self, span: &str) -> Self {
+        if let Some(inner) = Arc::get_mut(&mut self.0) {
+            inner.span = span.into();
             inner.id = count_id(&inner.name, inner.kind, &inner.span);
         }
         self
+    }
+
+    /// Creates the policy of [`Policies::blocked`](super::Policies::blocked). Its capacity is 0, so no store allows a cost.
+    pub(super) fn of_blocked() -> Result<Self, ConfigError> {
+        let windows = Strategy::FixedWindow(Align::FirstHit);
+        let mut policy = Self::new("blocked", windows, Quota::per_day(1))?;
+        if let Some(inner) = Arc::get_mut(&mut policy.0) {
+            inner.params.capacity = 0;
+        }
+        Ok(policy)
+    }
+
+    /// Returns `true` if the policy allows nothing.
+    #[inline]
+    pub(crate) fn is_blocked(&self) -> bool {
+        self.params().capacity == 0
     }
 
     /// Returns the quota before it was leased or divided, which people see.
@@ -306,7 +330,7 @@ impl Policy {
 
     /// Returns `true` if a request of this cost can never be allowed.
     pub(crate) fn never_fits(&self, cost: u32) -> bool {
-        !self.is_in_flight() && self.quota().capacity() < cost
+        self.is_blocked() || !self.is_in_flight() && self.quota().capacity() < cost
     }
 
     /// Returns the effective quota. For a [leased](Self::leased) policy it is tighter than the one
@@ -361,6 +385,12 @@ impl Policy {
     /// Returns `true` for the policy of a [`Pause`](crate::throttle::Pause).
     pub(crate) fn is_pause(&self) -> bool {
         self.0.is_pause
+    }
+
+    /// Returns `true` if the quota is a limit of clients, which header fields show.
+    #[inline]
+    pub(crate) fn is_shown(&self) -> bool {
+        !self.is_pause() && !self.is_blocked()
     }
 
     /// Returns the policy that this is a share of, or itself.
@@ -560,7 +590,6 @@ const IN_FLIGHT: &str = "in-flight";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::Align;
 
     fn policy(name: &str, quota: Quota) -> Result<Policy, ConfigError> {
         Policy::new(name, Strategy::Gcra, quota)

@@ -28,7 +28,7 @@ impl RateLimited {
     }
 
     /// Returns how long to wait before the same call can be allowed. `None` if waiting does not
-    /// help, because the cost exceeds the burst.
+    /// help, because the cost exceeds the burst, or the caller is [blocked](crate::Policies::blocked).
     pub fn retry_after(&self) -> Option<Duration> {
         self.decision.retry_after()
     }
@@ -49,9 +49,7 @@ impl fmt::Display for RateLimited {
             Some(wait) if policy.is_pause() => {
                 write!(f, "calls are paused ({name}); try again in {wait:?}")
             }
-            Some(_) if self.decision.source() == Source::Forbidden => {
-                write!(f, "calls are blocked ({name})")
-            }
+            _ if self.decision.is_final() => write!(f, "calls are blocked ({name})"),
             Some(wait) if self.decision.source() == Source::Blocked => {
                 write!(f, "calls are blocked ({name}); try again in {wait:?}")
             }

@@ -4,7 +4,7 @@
 //! | strategy | span | examples |
 //! |---|---|---|
 //! | [`FixedWindow`](Strategy::FixedWindow) | period and alignment | `1m`, `1d+22h`, `1m+hit` |
-//! | [`FixedWindow`](Strategy::FixedWindow) of a calendar | unit, first day and zone | `month`, `month-15@+0200`, `week@Europe/Berlin` |
+//! | [`FixedWindow`](Strategy::FixedWindow) of a calendar | unit, or name of a function | `month`, `week`, `@billing` |
 //! | [`SlidingLog`](Strategy::SlidingLog), [`SlidingCounter`](Strategy::SlidingCounter) | period | `15m` |
 //! | [`SlidingWindow`](Strategy::SlidingWindow) | period and number of cells | `1m/10` |
 //! | [`TokenBucket`](Strategy::TokenBucket), refilled by the interval | `i` | `i` |
@@ -12,7 +12,8 @@
 //! | a pause | its quota | `2147483648/m` |
 //! | requests in flight | none | |
 //!
-//! The limit of a window is not part of its span, so that the count continues if the limit changes. That of a bucket
+//! The limit of a window is not part of its span, so that the count continues if the limit changes. Nor are the first day
+//! and the zone of a calendar: its value knows when it ends. That of a bucket
 //! continues under any quota: its value names the quota.
 
 use super::{Align, PolicyKind, Quota, Refill, Strategy, duration};
@@ -57,11 +58,7 @@ pub(crate) fn examples() -> [(Strategy, &'static str, &'static str); 12] {
     };
     let calendar = |text: &str| Strategy::FixedWindow(Align::Calendar(text.parse().unwrap()));
     [
-        (
-            calendar("month from 15, +02:00"),
-            "10/month",
-            "month-15@+0200",
-        ),
+        (calendar("month from 15, +02:00"), "10/month", "month"),
         (calendar("week"), "10/week", "week"),
         (window(0), "10/m", "1m"),
         (window(22 * 3_600), "10/d", "1d+22h"),

@@ -229,7 +229,7 @@ macro_rules! layer {
             /// ```
             ///
             /// - **A strike** is a request that this layer denies, also from memory. No strikes are
-            ///   denials while the caller is blocked, which do not extend the block, dry runs, shadows, requests whose cost
+            ///   denials while the caller is blocked, which do not [extend](Self::extend_blocks) the block, dry runs, shadows, requests whose cost
             ///   exceeds the burst, and requests that the store could not decide.
             /// - **Each instance adds up the strikes of a caller**, sends them every 200 ms, and begins the block when the store
             ///   has counted enough of them: at most 300 ms after the last strike, if the store is healthy. The strikes of
@@ -312,6 +312,15 @@ macro_rules! layer {
                 S: Store,
             {
                 self.change(|gate| gate.block(None, None))
+            }
+
+            /// Sets whether denials of a caller that [`block_after`](Self::block_after) has blocked extend the block: it then ends when
+            /// the caller has sent nothing for its time. To spare Redis, a denial extends it only if 1 % of the time, and half a
+            /// second, have passed since it began or was extended, so it may end that much earlier. It does not
+            /// shorten a longer block by an operator. Defaults to `false`.
+            #[must_use]
+            pub fn extend_blocks(self, extend: bool) -> Self {
+                self.change(|gate| gate.settings.extends_blocks = extend)
             }
 
             /// Rejects blocked callers by a 403 without `Retry-After` instead of a 429, and gRPC calls by `PERMISSION_DENIED` without

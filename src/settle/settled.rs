@@ -41,7 +41,7 @@ fn refund(verdict: &mut Verdict, policy: &Policy, back: i64, now: i64) {
         // Nothing was charged before: the new charge counts for a period, or for the rest of a calendar's window.
         let params = policy.params();
         verdict.reset = match params.calendar {
-            Some(calendar) => calendar.window(now).end - now,
+            Some(calendar) => calendar.rest(now),
             None => params.period,
         };
     }

@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 use std::num::NonZeroUsize;
 use std::slice;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
@@ -68,11 +69,15 @@ struct SharedCounts {
     /// All keys of a caller are in one shard: one lock covers all its policies.
     shards: Shards<Mutex<CountShard>>,
     clock: Clock,
+    /// Microseconds that the clock of calendars is ahead of `clock`: the last seen difference to Redis, in a fallback.
+    ahead: AtomicI64,
     waiters: Waiters,
     blocks: Blocks,
 }
 
 struct CountShard {
+    /// As in the store, at the last decision.
+    ahead: i64,
     /// Per caller and policy.
     states: BoundedMap<LocalCount>,
     /// Recorded answers to checks with an id, per caller, id and list of policies.
@@ -157,8 +162,8 @@ fn changes(check: &Check, verdicts: &Verdicts) -> bool {
 
 impl LocalCount {
     /// Returns the state to decide on. A counted state is moved out until it is put back or
-    /// replaced.
-    fn take(&mut self, policy: &Policy, now: i64) -> State {
+    /// replaced. That under a calendar has its clock, which is `ahead`.
+    fn take(&mut self, policy: &Policy, now: i64, ahead: i64) -> State {
         match *self {
             Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.kind())),
             Self::Warmed { until, .. } if until <= now => State::fresh(policy.kind()),
@@ -176,6 +181,10 @@ impl LocalCount {
                 // all instances do not exceed the whole.
                 let part = (i128::from(used) * i128::from(ours) + i128::from(whole) - 1)
                     / i128::from(whole);
+                let until = match policy.params().calendar {
+                    Some(_) => until + ahead,
+                    None => until,
+                };
                 let snapshot = Snapshot {
                     used: part as i64,
                     until,
@@ -220,6 +229,13 @@ impl LocalCount {
     }
 }
 
+impl SharedCounts {
+    /// Returns the time of calendars.
+    fn calendar_micros(&self) -> i64 {
+        self.clock.micros() + self.ahead.load(Ordering::Relaxed)
+    }
+}
+
 impl LocalStore {
     /// Number of keys that the default store holds.
     pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
@@ -233,6 +249,7 @@ impl LocalStore {
         let shards = Shards::new(count, |shards| {
             let max = keys.div_ceil(shards).max(Policies::MAX);
             Mutex::new(CountShard {
+                ahead: 0,
                 states: BoundedMap::new(max),
                 answers: BoundedMap::new(max),
             })
@@ -241,6 +258,7 @@ impl LocalStore {
             shared: Arc::new(SharedCounts {
                 shards,
                 clock: Clock::new(),
+                ahead: AtomicI64::new(0),
                 waiters: Waiters::default(),
                 blocks: Blocks::local(),
             }),
@@ -273,6 +291,7 @@ impl LocalStore {
         let (mut shard, caller) = self.shard(check.key());
         // Under the lock, so that the times of a caller's checks do not go back.
         let now = now();
+        shard.ahead = self.shared.ahead.load(Ordering::Relaxed);
         let mut verdicts = match check.id() {
             None => shard.decide(check, caller, now),
             Some(id) => {
@@ -308,6 +327,9 @@ impl Store for LocalStore {
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
+        if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
+            return Answer::ready(Err(error));
+        }
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
         // After the decision: the waiters that it wakes check again immediately.
         if check.gives_room() {
@@ -331,9 +353,24 @@ impl Hooks for LocalStore {
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {
+        let now = self.shared.clock.micros();
+        if let Some(redis_now) = time_for_calendars(decision) {
+            self.shared.ahead.store(redis_now - now, Ordering::Relaxed);
+        }
         let (mut shard, caller) = self.shard(key);
-        shard.warm(decision, caller, self.shared.clock.micros());
+        shard.warm(decision, caller, now);
     }
+}
+
+/// Returns Redis's time at a decision under a calendar.
+fn time_for_calendars(decision: &Decision) -> Option<i64> {
+    let verdicts = decision.verdicts();
+    let mut policies = decision.policies().iter();
+    let has_calendar = policies.any(|policy| policy.params().calendar.is_some());
+    if has_calendar && decision.source() == Source::Redis && verdicts.at > 0 {
+        return Some(verdicts.at + verdicts.age);
+    }
+    None
 }
 
 impl CountShard {
@@ -342,17 +379,18 @@ impl CountShard {
         if let [policy] = check.policies().as_slice() {
             return self.decide_one(check, policy, caller.of_count(policy.id()), now);
         }
+        let ahead = self.ahead;
         let mut places = SmallVec::<[Option<usize>; 2]>::new();
         let mut states = SmallVec::<[State; 2]>::new();
         for policy in check.policies() {
             let place = self.states.find(caller.of_count(policy.id()));
             states.push(match self.state_at(place) {
-                Some(slot) => slot.value.take(policy, now),
+                Some(slot) => slot.value.take(policy, now, ahead),
                 None => State::fresh(policy.kind()),
             });
             places.push(place);
         }
-        let verdicts = check.decide(&mut states, now);
+        let verdicts = check.decide_by(&mut states, now, ahead);
         if !changes(check, &verdicts) {
             let places = check.policies().iter().zip(places);
             for (state, (policy, place)) in states.into_iter().zip(places) {
@@ -393,12 +431,13 @@ impl CountShard {
 
     /// Decides under one policy: in place, if the caller is counted.
     fn decide_one(&mut self, check: &Check, policy: &Policy, count: Digest, now: i64) -> Verdicts {
+        let ahead = self.ahead;
         let mut state = match self.states.get_mut(count) {
             Some(MapSlot {
                 value: LocalCount::Counted(state),
                 hold,
             }) => {
-                let verdicts = check.decide(slice::from_mut(state), now);
+                let verdicts = check.decide_by(slice::from_mut(state), now, ahead);
                 if changes(check, &verdicts) {
                     *hold = hold_counted(state, verdicts.first(), policy, now);
                     // It equals the state of a new caller.
@@ -408,11 +447,11 @@ impl CountShard {
                 }
                 return verdicts;
             }
-            Some(slot) => slot.value.take(policy, now),
+            Some(slot) => slot.value.take(policy, now, ahead),
             None => State::fresh(policy.kind()),
         };
         let was_of_another = !state.is_of(policy.params());
-        let verdicts = check.decide(slice::from_mut(&mut state), now);
+        let verdicts = check.decide_by(slice::from_mut(&mut state), now, ahead);
         // A denied take of a faster quota becomes the writer.
         let is_rewritten = was_of_another && state.is_of(policy.params());
         if is_rewritten || changes(check, &verdicts) {
@@ -543,6 +582,71 @@ mod tests {
                 tokio::time::advance(wait).await;
                 assert!(take().is_allowed(), "{strategy}, {is_alone}: {wait:?}");
             }
+        }
+    }
+
+    /// In an outage, windows follow the last seen difference to Redis's clock.
+    #[tokio::test(start_paused = true)]
+    async fn calendars_follow_the_clock_of_redis() {
+        const HOUR: i64 = 3_600_000_000;
+        let days = "fixed-window(day)".parse().unwrap();
+        let policies: Policies = Policy::new("plan", days, "5/d").unwrap().into();
+        let take = |name: &str| Check::take(Key::new(name), &policies, 4);
+        for ahead in [0, 2_000_000, 2 * HOUR, -2 * HOUR, 40 * 24 * HOUR] {
+            let store = LocalStore::default();
+            let now = store.shared.clock.micros();
+            let redis_now = now + ahead;
+            let rest = 24 * HOUR - redis_now.rem_euclid(24 * HOUR);
+            let mut states = [State::fresh(policies[0].kind())];
+            let mut verdicts = take("bob").decide(&mut states, redis_now);
+            verdicts.at = redis_now;
+            let seen = take("bob").answer(verdicts, Source::Redis);
+            Hooks::warm(&store, &Key::new("bob"), &seen);
+
+            let ask = async |name| {
+                let decision = store.check(take(name)).await.unwrap();
+                let reset = decision.reset_after().as_micros() as i64;
+                (decision.is_allowed(), reset)
+            };
+            assert_eq!(ask("ann").await, (true, rest), "{ahead}");
+            assert_eq!(ask("bob").await, (false, rest), "Redis has counted 4");
+            tokio::time::advance(Duration::from_micros(rest as u64 - 1)).await;
+            for name in ["ann", "bob"] {
+                assert_eq!(ask(name).await, (false, 1), "{name} at {ahead}");
+            }
+            tokio::time::advance(Duration::from_micros(1)).await;
+            for name in ["ann", "bob"] {
+                assert_eq!(ask(name).await, (true, 24 * HOUR), "{name} at {ahead}");
+            }
+        }
+    }
+
+    /// A count under another calendar, whose day ends an hour earlier, lasts until the end of the check's day: a denial has
+    /// said so.
+    #[tokio::test(start_paused = true)]
+    async fn a_denial_extends_the_count_of_another_calendar() {
+        const HOUR: Duration = Duration::from_secs(3_600);
+        let plan = |strategy: &str| Policy::new("plan", strategy.parse().unwrap(), "5/d").unwrap();
+        let east: Policies = plan("fixed-window(day, +01:00)").into();
+        let utc = plan("fixed-window(day)");
+        let burst = Policy::new("burst", Strategy::Gcra, "9/s").unwrap();
+        let both = Policies::new([burst, utc.clone()]).unwrap();
+        for policies in [utc.into(), both] {
+            let store = LocalStore::default();
+            let now = store.shared.clock.micros();
+            let two_hours_to_midnight = 20_000 * 86_400_000_000 - 7_200_000_000;
+            let ahead = two_hours_to_midnight - now;
+            store.shared.ahead.store(ahead, Ordering::Relaxed);
+            let take = |policies| store.check(Check::take(Key::new("ann"), policies, 5));
+            let first = take(&east).await.unwrap();
+            assert_eq!((first.is_allowed(), first.reset_after()), (true, HOUR));
+            let denied = take(&policies).await.unwrap();
+            assert_eq!(denied.retry_after(), Some(2 * HOUR));
+            tokio::time::advance(HOUR + HOUR / 2).await;
+            let denied = take(&policies).await.unwrap();
+            assert_eq!(denied.retry_after(), Some(HOUR / 2));
+            tokio::time::advance(HOUR / 2).await;
+            assert!(take(&policies).await.unwrap().is_allowed());
         }
     }
 }

@@ -5,15 +5,18 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use http::Request;
+use http::request::Parts;
 use tokio::time::{advance, sleep};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, RateLimited, Source};
 use tower_redis_ratelimit::extract::{HeaderKey, key_fn};
-use tower_redis_ratelimit::reject::HttpReject;
+use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::reject::{HttpReject, OnMissingKey};
+use tower_redis_ratelimit::select::{Routes, Tiers};
 use tower_redis_ratelimit::store::{MockStore, Store};
 use tower_redis_ratelimit::wait::Wait;
 use tower_redis_ratelimit::{
-    CallLimitLayer, Key, Leased, Limiter, LocalStore, Policy, RateLimitLayer, Strategy,
+    CallLimitLayer, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy,
 };
 
 use crate::mocks::*;
@@ -278,6 +281,142 @@ async fn a_forbidden_caller_gets_a_403() {
     assert_eq!(HttpReject::new().response::<String>(&denied).status(), 403);
     let error = denied.allowed().unwrap_err();
     assert_eq!(error.to_string(), "calls are blocked (api)");
+}
+
+#[tokio::test(start_paused = true)]
+async fn denials_extend_a_block_if_asked() {
+    let second = Duration::from_secs(1);
+    let store = LocalStore::default();
+    let limiter = Limiter::new(store.clone(), gcra("api", "1/d"))
+        .extend_blocks(true)
+        .block_after("3/min", 10 * MINUTE)
+        .unwrap();
+    let service = limited(
+        layer_with(store, "1/d")
+            .block_after("3/min", 10 * MINUTE)
+            .unwrap()
+            .extend_blocks(true),
+    );
+    let ann = Key::new("ann");
+    let rest = async || limiter.peek(ann, 0).await.unwrap().retry_after().unwrap();
+    statuses(&service, "ann", 4).await;
+    sleep(COUNTED).await;
+    sleep(5 * second).await;
+    assert_eq!(statuses(&service, "ann", 1).await, [429]);
+    assert!(rest().await < 595 * second, "too early to extend");
+    sleep(second).await;
+    assert_eq!(statuses(&service, "ann", 1).await, [429]);
+    assert_eq!(rest().await, 10 * MINUTE);
+    for _ in 0..5 {
+        sleep(9 * MINUTE).await;
+        let denied = limiter.take(ann, 1).await.unwrap();
+        assert_eq!(denied.retry_after(), Some(MINUTE), "that before");
+        assert_eq!(rest().await, 10 * MINUTE);
+    }
+    // A longer block by an operator stays.
+    limiter.block(ann, 60 * MINUTE).await.unwrap();
+    sleep(10 * MINUTE).await;
+    assert_eq!(statuses(&service, "ann", 1).await, [429]);
+    assert_eq!(rest().await, 50 * MINUTE);
+    sleep(50 * MINUTE).await;
+    assert!(limiter.peek(ann, 0).await.unwrap().is_allowed());
+}
+
+/// `eve` is blocked by the limits, and so is a route. No store is asked.
+fn with_blocked(store: &MockStore) -> RateLimitLayer<MockStore, HeaderKey> {
+    let user = HeaderKey::new(USER).unwrap().readable();
+    let tiers = Tiers::new(gcra("api", "9/s")).caller(user.key_of("eve"), Policies::blocked());
+    let routes = Routes::new(tiers)
+        .route("/closed", Policies::blocked())
+        .unwrap();
+    RateLimitLayer::new(store.clone(), user, routes).decision_in_response()
+}
+
+fn at(path: &str, mut request: Request<String>) -> Request<String> {
+    *request.uri_mut() = path.parse().unwrap();
+    request
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocked_policies_deny_everything() {
+    let store = MockStore::new();
+    let layer = || {
+        with_blocked(&store)
+            .cost(|_: &Parts| 0)
+            .headers(Headers::DRAFT_11.and(LegacyHeaders::GitHub))
+    };
+    let waiting = layer().wait(Wait::up_to(MINUTE));
+    let blocking = layer().block_after("1/min", MINUTE).unwrap();
+    for layer in [layer(), waiting, blocking] {
+        let service = limited(layer.on_missing_key(OnMissingKey::Allow));
+        for blocked in [
+            request("eve"),
+            at("/closed", request("ann")),
+            at("/closed/", request("ann")),
+            at("/closed", anonymous()),
+        ] {
+            let denied = send(&service, blocked).await;
+            assert_eq!(denied.status(), 429);
+            for name in [
+                "retry-after",
+                "ratelimit",
+                "ratelimit-policy",
+                "x-ratelimit-limit",
+            ] {
+                assert_eq!(field(&denied, name), None, "{name}");
+            }
+            let by = decision(&denied).unwrap();
+            assert_eq!((by.source(), by.remaining()), (Source::Blocked, 0));
+            let problem = json(denied).await;
+            assert_eq!(problem["detail"], "Requests are blocked.");
+        }
+    }
+    assert_eq!(store.asked().len(), 0);
+
+    let forbidding = limited(with_blocked(&store).forbid_blocked());
+    let forbidden = send(&forbidding, request("eve")).await;
+    assert_eq!(forbidden.status(), 403);
+    assert_eq!(decision(&forbidden).unwrap().source(), Source::Forbidden);
+    // A dry run denies nobody, and others are asked about.
+    let dry = limited(with_blocked(&store).dry_run());
+    assert_eq!(send(&dry, request("eve")).await.status(), 200);
+    assert_eq!(store.asked().len(), 0);
+    assert_eq!(send(&forbidding, request("ann")).await.status(), 200);
+    assert_eq!(store.asked().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_with_blocked_policies_charges_nothing() {
+    let store = MockStore::new();
+    let limiter = Limiter::new(store.clone(), Policies::blocked());
+    let ann = Key::new("ann");
+    for denied in [
+        limiter.take(ann, 0).await.unwrap(),
+        limiter.take_with_id(ann, 1, "7").await.unwrap(),
+        limiter.up_to(ann, 3).await.unwrap(),
+        limiter.peek(ann, 1).await.unwrap(),
+        limiter.wait(ann, 1, MINUTE).await.unwrap(),
+    ] {
+        let seen = (denied.source(), denied.granted(), denied.retry_after());
+        assert_eq!(seen, (Source::Blocked, 0, None));
+        let error = denied.allowed().unwrap_err();
+        assert_eq!(error.to_string(), "calls are blocked (blocked)");
+    }
+    assert!(limiter.reserve(ann, 1).await.is_err());
+    assert!(limiter.reserve_within(ann, 1, MINUTE).await.is_err());
+    for applied in [
+        limiter.charge(ann, 3).await.unwrap(),
+        limiter.refund(ann, 3).await.unwrap(),
+        limiter.reset(ann).await.unwrap(),
+    ] {
+        assert!(applied.decision().is_allowed());
+        assert_eq!(applied.decision().granted(), 0);
+    }
+    assert_eq!(store.asked().len(), 0);
+    // A check of the store itself is denied too.
+    let check = Check::take(ann, &Policies::blocked(), 1);
+    let denied = LocalStore::default().check(check).await.unwrap();
+    assert!(!denied.is_allowed());
 }
 
 #[cfg(feature = "tonic")]

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Source};
-use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{
-    Fallback, Key, Limiter, LocalStore, Policy, Quota, RedisStore, Strategy,
+    Fallback, Key, Limiter, LocalStore, Policy, Quota, RedisStore, Strategy, redis,
 };
 
-use crate::support::{RedisServer, until};
+use crate::support::{RedisServer, assert_helpful, until};
 
 const HOUR: Duration = Duration::from_secs(3_600);
 
@@ -199,4 +199,122 @@ async fn an_outage_frees_nobody() {
     until_blocked(&two, bob).await;
     until_blocked(&two, Key::new("eve")).await;
     assert!(is_blocked(&two, ann()).await && is_blocked(&one, ann()).await);
+}
+
+/// The commands of blocks, in the order of the guide.
+const OF_BLOCKS: [&str; 8] = [
+    "zadd",
+    "zrem",
+    "zcard",
+    "zscore",
+    "zpopmin",
+    "zrangebyscore",
+    "zrevrange",
+    "pexpireat",
+];
+
+/// Blocks and unblocks, on a server with as many blocks as it keeps.
+async fn ask_of_blocks(server: &RedisServer, store: RedisStore) -> Vec<StoreError> {
+    let full = "for i = 1, 65536 do redis.call('ZADD', KEYS[1], ARGV[1] + i, i) end";
+    let mut fill = redis::cmd("EVAL");
+    fill.arg(full).arg(1).arg("rl:blocks").arg("99999999999999");
+    let _: () = fill
+        .query_async(&mut server.connection().await)
+        .await
+        .unwrap();
+    let limiter = Limiter::new(store, policy("1/d")).with_blocks();
+    let mut failed = vec![];
+    failed.extend(limiter.block(ann(), HOUR).await.err());
+    failed.extend(limiter.unblock(ann()).await.err());
+    let _: u32 = server.command("DEL rl:blocks").await;
+    failed
+}
+
+#[tokio::test]
+async fn missing_rights_are_listed() {
+    for missing in OF_BLOCKS {
+        let server = RedisServer::start();
+        let mut rights = "+evalsha +eval +time".to_owned();
+        for right in OF_BLOCKS {
+            if right != missing {
+                rights += &format!(" +{right}");
+            }
+        }
+        let url = server.url_with_rights(&rights).await;
+        let store = || {
+            let store = RedisStore::builder(url.as_str()).timeout(Duration::from_secs(20));
+            store.connect_lazy().unwrap()
+        };
+        let failed = ask_of_blocks(&server, store()).await;
+        assert!(!failed.is_empty(), "{missing}");
+        for error in failed {
+            let rights = format!("for blocks, `+{}`", OF_BLOCKS.join(" +"));
+            assert_helpful(&error, ErrorKind::Permission, &rights);
+        }
+        let grant = format!("ACL SETUSER limiter +{missing}");
+        let _: String = server.command(&grant).await;
+        let failed = ask_of_blocks(&server, store()).await;
+        assert!(failed.is_empty(), "with +{missing}: {failed:?}");
+    }
+    let page = include_str!("../../docs/servers.md");
+    assert!(page.contains(&format!("`+{}`; for strikes", OF_BLOCKS.join(" +"))));
+}
+
+#[tokio::test]
+async fn renamed_commands_of_blocks_are_named() {
+    for command in OF_BLOCKS {
+        let command = command.to_uppercase();
+        let server = RedisServer::start_with(&["--rename-command", &command, "HIDDEN"]);
+        let store = RedisStore::connect_lazy(server.url()).unwrap();
+        let limiter = Limiter::new(store, policy("1/d")).with_blocks();
+        let failed = [
+            limiter.block(ann(), HOUR).await.err(),
+            limiter.unblock(ann()).await.err(),
+        ];
+        // Only a full set is popped.
+        assert_eq!(failed.iter().any(Option::is_some), command != "ZPOPMIN");
+        for error in failed.into_iter().flatten() {
+            assert_helpful(&error, ErrorKind::Permission, &format!("`{command}`"));
+        }
+    }
+}
+
+/// Redis loses its data. Running instances keep the blocks that they know, also when another block ends.
+#[tokio::test]
+async fn lost_data_frees_nobody() {
+    let server = RedisServer::start();
+    let (one, two) = (instance(&server).await, instance(&server).await);
+    let (bob, eve) = (Key::new("bob"), Key::new("eve"));
+    for key in [ann(), bob] {
+        one.block(key, 2 * HOUR).await.unwrap();
+        until_blocked(&two, key).await;
+    }
+    let _: String = server.command("FLUSHALL").await;
+    one.block(eve, HOUR).await.unwrap();
+    until_blocked(&two, eve).await;
+    two.unblock(eve).await.unwrap();
+    until_unblocked(&one, eve).await;
+    assert!(is_blocked(&one, ann()).await && is_blocked(&two, ann()).await);
+    // The end of a lost block reaches the others too.
+    two.unblock(bob).await.unwrap();
+    until_unblocked(&one, bob).await;
+    // And a new block after that.
+    one.block(bob, HOUR).await.unwrap();
+    until_blocked(&two, bob).await;
+}
+
+/// After a failover to a server whose clock is behind, and that lacks the last changes.
+#[tokio::test]
+async fn a_clock_that_is_behind_hides_no_block() {
+    let server = RedisServer::start();
+    let (one, two) = (instance(&server).await, instance(&server).await);
+    // A change of the year 2096.
+    let _: u32 = server
+        .command("ZADD rl:block-changes 4000000000000000 api:nobody")
+        .await;
+    one.block(Key::new("bob"), HOUR).await.unwrap();
+    until_blocked(&two, Key::new("bob")).await;
+    let _: String = server.command("FLUSHALL").await;
+    one.block(ann(), HOUR).await.unwrap();
+    until_blocked(&two, ann()).await;
 }

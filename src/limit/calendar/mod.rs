@@ -1,20 +1,30 @@
 //! Calendar windows: days, weeks, months and years in a time zone.
 
 mod civil;
+mod custom;
+mod dates;
 #[cfg(test)]
 mod tests;
 mod text;
 mod zone;
 
 use std::fmt;
-use std::time::Duration;
+use std::ops::Range;
+use std::time::SystemTime;
 
+use super::policy::check_name;
 use super::{Quota, micros};
 use crate::error::ConfigError;
+use custom::CustomWindows;
+use dates::{Dates, Unit};
 use zone::Zone;
 
 /// Days, weeks, months or years in a time zone: the windows of
 /// [`Align::Calendar`](super::Align::Calendar).
+///
+/// A count belongs to the policy's name and the unit, and ends with the window in which it began. So another first day or time
+/// zone under the same name begins no second window while that count lasts. If the count ends in the second half of the other
+/// calendar's window, it lasts until the end of that window.
 ///
 /// Windows follow each other without a gap. They start at midnight of UTC, unless
 /// [`in_zone`](Self::in_zone) sets another time zone. A day whose midnight is skipped starts with its
@@ -44,8 +54,16 @@ use zone::Zone;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Calendar {
-    unit: Unit,
-    zone: Zone,
+    windows: Windows,
+}
+
+/// The source of the windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Windows {
+    Dates(Dates),
+    Custom(CustomWindows),
+    /// Unknown: the key of a count in Redis does not name its calendar. The count ends as its value says.
+    OfKey,
 }
 
 /// A day of the week.
@@ -61,15 +79,6 @@ pub enum Weekday {
     Sunday,
 }
 
-/// The unit of a calendar, with the first day of its windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Unit {
-    Day,
-    Week { from: Weekday },
-    Month { from: u8 },
-    Year { month: u8, day: u8 },
-}
-
 /// A window, in microseconds since the Unix epoch. It contains `start`, but not `end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Window {
@@ -79,8 +88,10 @@ pub(crate) struct Window {
 
 /// The latest instant in microseconds, in the year 2255: a larger number is not exact in Lua.
 const LATEST: i64 = 1 << 53;
-/// Upper bound of the time that a zone's change adds to a window. Moving the date line adds a day.
-const LONGEST_CHANGE: Duration = Duration::from_secs(2 * 86_400);
+/// The longest window, in microseconds, without changes of a zone: 366 days.
+const LONGEST: i64 = 366 * 86_400_000_000;
+/// Upper bound of the time that a zone's change adds to a window, in microseconds. Moving the date line adds a day.
+const LONGEST_CHANGE: i64 = 2 * 86_400_000_000;
 
 impl Calendar {
     /// Days.
@@ -150,9 +161,58 @@ impl Calendar {
         Err(ConfigError::invalid("month and day", &date, fix))
     }
 
+    /// Windows of your own, such as the periods of a contract: `window_of` returns the window that contains an instant. Windows
+    /// must touch, contain their instant, and last 1 second to 366 days. Otherwise the check of a store fails with an
+    /// error that names the window, and nothing is granted.
+    ///
+    /// The function must always return the same windows, in all instances. It is called for the windows around the time of
+    /// a check, once for each of them, and never under a lock. The name is part of the key instead of the unit, and two
+    /// calendars of one name are equal. There is no text form, so settings cannot name such a calendar. The period of the quota
+    /// is not used, except in messages.
+    ///
+    /// ```
+    /// use std::time::{Duration, SystemTime};
+    /// use tower_redis_ratelimit::strategy::{Align, Calendar};
+    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// /// Four weeks each, from January 5, 2026.
+    /// let billing = Calendar::custom("billing", |now| {
+    ///     let first = SystemTime::UNIX_EPOCH + Duration::from_secs(1_767_571_200);
+    ///     let period = Duration::from_secs(28 * 86_400);
+    ///     let since = now.duration_since(first).unwrap_or_default();
+    ///     let number = since.as_secs() / period.as_secs();
+    ///     let start = first + period * number as u32;
+    ///     start..start + period
+    /// })?;
+    /// let periods = Strategy::FixedWindow(Align::Calendar(billing));
+    /// let plan = Policy::new("plan", periods, Quota::per_month(10_000))?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for a name that is no [name of a policy](crate::Policy::new).
+    pub fn custom(
+        name: &'static str,
+        window_of: fn(SystemTime) -> Range<SystemTime>,
+    ) -> Result<Self, ConfigError> {
+        check_name(name)?;
+        let windows = Windows::Custom(CustomWindows::new(name, window_of));
+        Ok(Self { windows })
+    }
+
+    /// Returns the calendar of a count found in Redis.
+    pub(crate) const fn of_key() -> Self {
+        Self {
+            windows: Windows::OfKey,
+        }
+    }
+
     const fn of(unit: Unit) -> Self {
         let zone = Zone::UTC;
-        Self { unit, zone }
+        Self {
+            windows: Windows::Dates(Dates { unit, zone }),
+        }
     }
 
     /// Sets the time zone; defaults to UTC. It is an offset of at most 14 hours, such as `+02:00` or
@@ -160,110 +220,95 @@ impl Calendar {
     /// `Europe/Berlin`, whose midnight stays midnight in summer.
     ///
     /// Names come from the machine's database; without one, the crate `jiff` brings its own. A process keeps the rules with which it first used a zone. Instances with other rules
-    /// may disagree about a border: a count is then kept until the later end.
+    /// may disagree about a border: a count then ends at that of the instance that began it.
     ///
     /// # Errors
     ///
     /// Returns an error for an offset beyond 14 hours, for a name that the database does not have,
-    /// and for any name without the feature.
+    /// for any name without the feature, and for [`custom`](Self::custom) windows, which have no zone.
     pub fn in_zone(self, zone: &str) -> Result<Self, ConfigError> {
+        let Windows::Dates(Dates { unit, .. }) = self.windows else {
+            let fix = "the windows of a function have none: remove it";
+            return Err(ConfigError::invalid("time zone", zone, fix));
+        };
         let zone = Zone::read(zone)?;
-        Ok(Self { zone, ..self })
+        Ok(Self {
+            windows: Windows::Dates(Dates { unit, zone }),
+        })
     }
 
-    /// Returns the quota of this limit in every window.
-    pub(crate) const fn quota(&self, limit: u32) -> Quota {
-        match self.unit {
-            Unit::Day => Quota::per_day(limit),
-            Unit::Week { .. } => Quota::per_week(limit),
-            Unit::Month { .. } => Quota::per_month(limit),
-            Unit::Year { .. } => Quota::per_year(limit),
+    /// Returns the quota of this limit in every window. `None` if the windows have no unit: any quota is valid.
+    pub(crate) const fn quota(&self, limit: u32) -> Option<Quota> {
+        match self.windows {
+            Windows::Dates(dates) => Some(dates.unit.quota(limit)),
+            Windows::Custom(_) | Windows::OfKey => None,
         }
     }
 
     /// Returns an upper bound of a window's length, in microseconds.
     pub(super) fn longest(&self) -> i64 {
-        let change = if self.zone.changes() {
-            LONGEST_CHANGE
-        } else {
-            Duration::ZERO
-        };
-        micros(self.quota(1).period() + change)
-    }
-
-    /// Returns the window that contains an instant, in microseconds since the Unix epoch.
-    pub(crate) fn window(&self, now: i64) -> Window {
-        let number = self.number_at(now);
-        Window {
-            start: self.start(number),
-            end: self.start(number + 1),
-        }
-    }
-
-    /// Returns the borders of two windows that touch: the window of `now`, and the nearer neighbor.
-    pub(crate) fn borders(&self, now: i64) -> [i64; 3] {
-        let number = self.number_at(now);
-        let (start, end) = (self.start(number), self.start(number + 1));
-        if now.saturating_sub(start) < end.saturating_sub(now) {
-            [self.start(number - 1), start, end]
-        } else {
-            [start, end, self.start(number + 2)]
-        }
-    }
-
-    /// Returns the number of the window that contains an instant.
-    fn number_at(&self, now: i64) -> i64 {
-        let now = now.clamp(0, LATEST);
-        let mut number = self.number_of(self.zone.day_at(now));
-        // A zone that sets its clocks back over midnight has instants of a day after the next one has started.
-        while self.start(number) > now {
-            number -= 1;
-        }
-        while self.start(number + 1) <= now {
-            number += 1;
-        }
-        number
-    }
-
-    /// Returns the start of a window by its number.
-    fn start(&self, number: i64) -> i64 {
-        self.zone.start_of(self.first_day(number))
-    }
-
-    /// Returns the number of the window that begins on or before this day, or of the next one.
-    fn number_of(&self, day: i64) -> i64 {
-        match self.unit {
-            Unit::Day => day,
-            Unit::Week { from } => (day - first_such_day(from)).div_euclid(7),
-            Unit::Month { .. } => {
-                let (year, month) = civil::month_of(day);
-                12 * year + month - 1
+        match self.windows {
+            Windows::Dates(dates) if dates.zone.changes() => {
+                micros(dates.unit.quota(1).period()) + LONGEST_CHANGE
             }
-            Unit::Year { .. } => civil::month_of(day).0,
+            Windows::Dates(dates) => micros(dates.unit.quota(1).period()),
+            Windows::Custom(_) | Windows::OfKey => LONGEST,
         }
     }
 
-    /// Returns the first day of a window by its number.
-    fn first_day(&self, number: i64) -> i64 {
-        let date = |year, month, day: u8| {
-            let day = i64::from(day).min(civil::days_in(year, month));
-            civil::day_number(year, month, day)
-        };
-        match self.unit {
-            Unit::Day => number,
-            Unit::Week { from } => 7 * number + first_such_day(from),
-            Unit::Month { from } => date(number.div_euclid(12), number.rem_euclid(12) + 1, from),
-            Unit::Year { month, day } => date(number, month.into(), day),
+    /// Calls the function of [custom](Self::custom) windows for those around an instant. Call it under no lock.
+    ///
+    /// # Errors
+    ///
+    /// Names the problem of a window.
+    pub(super) fn prepare(&self, now: i64) -> Result<(), String> {
+        match self.windows {
+            Windows::Custom(windows) => windows.prepare(now.clamp(0, LATEST)),
+            Windows::Dates(_) | Windows::OfKey => Ok(()),
+        }
+    }
+
+    /// Returns the window that contains an instant, in microseconds since the Unix epoch. `None` for a [custom](Self::custom)
+    /// window that is invalid or not [prepared](Self::prepare).
+    pub(crate) fn window(&self, now: i64) -> Option<Window> {
+        match self.windows {
+            Windows::Dates(dates) => Some(dates.window(now)),
+            Windows::Custom(windows) => windows.window(now.clamp(0, LATEST)),
+            Windows::OfKey => Some(around(now)),
+        }
+    }
+
+    /// Returns the rest of the window that contains an instant, in microseconds; of an invalid one, 0.
+    pub(crate) fn rest(&self, now: i64) -> i64 {
+        match self.window(now) {
+            Some(window) => window.end - now,
+            None => 0,
+        }
+    }
+
+    /// Returns the borders of two windows that touch: the window of `now`, and the nearer neighbor. `None` as for
+    /// [`window`](Self::window).
+    pub(crate) fn borders(&self, now: i64) -> Option<[i64; 3]> {
+        match self.windows {
+            Windows::Dates(dates) => Some(dates.borders(now)),
+            Windows::Custom(windows) => windows.borders(now.clamp(0, LATEST)),
+            Windows::OfKey => {
+                let Window { start, end } = around(now);
+                Some([start - 1, start, end])
+            }
         }
     }
 }
 
-/// Returns the day number of the first such weekday since the Monday before the Unix epoch, a Thursday.
-const fn first_such_day(weekday: Weekday) -> i64 {
-    weekday as i64 - 3
+/// Returns a window in which any count ends in the first half, so that the end in its value stays.
+fn around(now: i64) -> Window {
+    Window {
+        start: now.saturating_sub(LONGEST),
+        end: now.saturating_add(4 * LONGEST),
+    }
 }
 
-/// As text: [`FromStr`](std::str::FromStr) reads it back.
+/// As text: [`FromStr`](std::str::FromStr) reads it back, except a [custom](Calendar::custom) calendar's name.
 impl fmt::Display for Calendar {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         text::write(self, f)

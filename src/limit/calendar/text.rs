@@ -3,9 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::dates::{Dates, Unit};
 use super::zone::Zone;
-use super::{Calendar, Unit, Weekday};
+use super::{Calendar, Weekday, Windows};
 use crate::error::ConfigError;
+use crate::limit::policy::check_name;
 use crate::limit::quota::whole;
 
 pub(super) const WEEKDAYS: [(&str, Weekday); 7] = [
@@ -33,6 +35,8 @@ const MONTHS: [&str; 12] = [
     "december",
 ];
 
+const UNITS: [&str; 4] = ["day", "week", "month", "year"];
+
 impl Unit {
     /// Returns the name of the unit.
     const fn name(self) -> &'static str {
@@ -44,67 +48,74 @@ impl Unit {
         }
     }
 
-    /// Returns the first day of the windows, with `between` its words; `None` for the default.
-    fn anchor(self, between: &str) -> Option<String> {
+    /// Writes the first day of the windows, unless it is the default.
+    fn write_from(self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Day => None,
-            Self::Week { from } => {
-                let (name, _) = WEEKDAYS[from as usize];
-                (from != Weekday::Monday).then(|| name.to_owned())
+            Self::Day
+            | Self::Week {
+                from: Weekday::Monday,
             }
-            Self::Month { from } => (from != 1).then(|| from.to_string()),
+            | Self::Month { from: 1 }
+            | Self::Year { month: 1, day: 1 } => Ok(()),
+            Self::Week { from } => {
+                let name = WEEKDAYS[from as usize].0;
+                write!(f, " from {name}")
+            }
+            Self::Month { from } => write!(f, " from {from}"),
             Self::Year { month, day } => {
                 let name = MONTHS[usize::from(month) - 1];
-                ((month, day) != (1, 1)).then(|| format!("{name}{between}{day}"))
+                write!(f, " from {name} {day}")
             }
         }
     }
 }
 
 impl Calendar {
-    /// Returns the name of the unit: `day`, `week`, `month` or `year`.
-    pub(in crate::limit) const fn unit_name(&self) -> &'static str {
-        self.unit.name()
+    /// Returns the name of the unit, such as `month`, or that of a function.
+    pub(in crate::limit) const fn name(&self) -> &'static str {
+        match self.windows {
+            Windows::Dates(dates) => dates.unit.name(),
+            Windows::Custom(windows) => windows.name(),
+            Windows::OfKey => "calendar",
+        }
     }
 
     /// Returns `true` if a text begins with the name of a unit.
     pub(in crate::limit) fn is_named_in(text: &str) -> bool {
-        let end = text.find(|c: char| !c.is_ascii_lowercase());
-        let name = &text[..end.unwrap_or(text.len())];
-        ["day", "week", "month", "year"].contains(&name)
+        UNITS.iter().any(|unit| match text.strip_prefix(unit) {
+            Some(rest) => !rest.starts_with(|c: char| c.is_ascii_lowercase()),
+            None => false,
+        })
     }
 
-    /// Returns the calendar in a Redis key, such as `month-15@+0200`: without the `:` that separates the parts of a key.
+    /// Returns the calendar in a Redis key: its unit, or `@` and the name of a function. Neither the first day nor the
+    /// zone, so that another one is no other count.
     pub(in crate::limit) fn span(&self) -> String {
-        let mut span = self.unit.name().to_owned();
-        if let Some(anchor) = self.unit.anchor("-") {
-            span = span + "-" + &anchor;
+        match self.windows {
+            Windows::Custom(windows) => format!("@{}", windows.name()),
+            Windows::Dates(_) | Windows::OfKey => self.name().to_owned(),
         }
-        if self.zone != Zone::UTC {
-            span = span + "@" + &self.zone.text("");
-        }
-        span
     }
 
-    /// Parses a [`span`](Self::span). `None` for other text.
-    pub(crate) fn of_span(span: &str) -> Option<Self> {
-        let (unit, zone) = span.split_once('@').unwrap_or((span, "UTC"));
-        let words: Vec<&str> = unit.split('-').collect();
-        let (name, anchor) = words.split_first()?;
-        let calendar = of_words(name, anchor).ok()?.in_zone(zone).ok()?;
-        (calendar.span() == span).then_some(calendar)
+    /// Returns `true` for the [span](Self::span) of a calendar.
+    pub(crate) fn is_span(text: &str) -> bool {
+        match text.strip_prefix('@') {
+            Some(name) => check_name(name).is_ok(),
+            None => UNITS.contains(&text),
+        }
     }
 }
 
 pub(super) fn write(calendar: &Calendar, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    f.write_str(calendar.unit.name())?;
-    if let Some(anchor) = calendar.unit.anchor(" ") {
-        write!(f, " from {anchor}")?;
+    f.write_str(calendar.name())?;
+    let Windows::Dates(Dates { unit, zone }) = calendar.windows else {
+        return Ok(());
+    };
+    unit.write_from(f)?;
+    match zone {
+        Zone::UTC => Ok(()),
+        zone => write!(f, ", {zone}"),
     }
-    if calendar.zone != Zone::UTC {
-        write!(f, ", {}", calendar.zone.text(":"))?;
-    }
-    Ok(())
 }
 
 impl FromStr for Calendar {
@@ -115,55 +126,81 @@ impl FromStr for Calendar {
     /// Returns an error for text of another form, for a day that no such window has, and for an
     /// unknown time zone.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem: &str| {
-            let fix = "use the form `month`, `month from 15, +02:00` or `week from sunday, Europe/Berlin`";
-            ConfigError::invalid("calendar", text, format_args!("{problem}; {fix}"))
-        };
-        let (unit, zone) = match text.split_once(',') {
-            Some((unit, zone)) => (unit, zone.trim()),
-            None => (text, "UTC"),
-        };
-        let words: Vec<&str> = unit.split_whitespace().collect();
-        let calendar = match words.as_slice() {
-            [] => of_words("", &[]),
-            [name] => of_words(name, &[]),
-            [name, "from", anchor @ ..] if !anchor.is_empty() => of_words(name, anchor),
-            _ => Err("only `from` and a day may follow the unit"),
-        };
-        calendar.map_err(wrong)?.in_zone(zone)
+        let mut unit = text;
+        let mut zone = "UTC";
+        if let Some((before, after)) = text.split_once(',') {
+            unit = before;
+            zone = after.trim();
+        }
+        match read_unit(unit) {
+            Ok(calendar) => calendar.in_zone(zone),
+            Err(problem) => {
+                let fix = "use the form `month`, `month from 15, +02:00` or `week from sunday, Europe/Berlin`";
+                Err(ConfigError::invalid(
+                    "calendar",
+                    text,
+                    format_args!("{problem}; {fix}"),
+                ))
+            }
+        }
     }
 }
 
-/// Returns the calendar of a unit and the words of its first day. The error names the problem.
-fn of_words(name: &str, anchor: &[&str]) -> Result<Calendar, &'static str> {
-    let day_of = |text: &str| u8::try_from(whole(text)?).ok();
-    match (name, anchor) {
-        ("day", []) => Ok(Calendar::day()),
-        ("day", _) => Err("a day has no first day"),
-        ("week", []) => Ok(Calendar::week()),
-        ("week", [weekday]) => {
-            let mut all = WEEKDAYS.iter();
-            let found = all.find(|(name, _)| name == weekday);
-            let (_, from) =
-                found.ok_or("a week starts on a day from `monday` to `sunday`, in lower case")?;
-            Ok(Calendar::week_from(*from))
-        }
-        ("week", _) => Err("a week starts on one day"),
-        ("month", []) => Ok(Calendar::month()),
-        ("month", [day]) => day_of(day)
-            .and_then(|day| Calendar::month_from(day).ok())
-            .ok_or(
-                "a month starts on a day from 1 to 31, where 31 is the last day of shorter ones",
-            ),
-        ("month", _) => Err("a month starts on one day"),
-        ("year", []) => Ok(Calendar::year()),
-        ("year", [month, day]) => {
-            let month = MONTHS.iter().position(|name| name == month);
-            let date = month.zip(day_of(day));
-            date.and_then(|(month, day)| Calendar::year_from(month as u8 + 1, day).ok())
-                .ok_or("a year starts on a date such as `april 6`, in lower case")
-        }
-        ("year", _) => Err("a year starts on a date such as `april 6`, in lower case"),
-        _ => Err("its unit is not one of `day`, `week`, `month` and `year`"),
+const UNKNOWN_UNIT: &str = "its unit is not one of `day`, `week`, `month` and `year`";
+const NO_WEEKDAY: &str = "a week starts on a day from `monday` to `sunday`, in lower case";
+const NO_DAY: &str =
+    "a month starts on a day from 1 to 31, where 31 is the last day of shorter ones";
+const NO_DATE: &str = "a year starts on a date such as `april 6`, in lower case";
+
+/// Returns the calendar of a unit and its first day, such as `month from 15`. The error names the problem.
+fn read_unit(text: &str) -> Result<Calendar, &'static str> {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    match words.as_slice() {
+        [] => Err(UNKNOWN_UNIT),
+        ["day"] => Ok(Calendar::day()),
+        ["week"] => Ok(Calendar::week()),
+        ["month"] => Ok(Calendar::month()),
+        ["year"] => Ok(Calendar::year()),
+        ["day", "from", _, ..] => Err("a day has no first day"),
+        ["week", "from", weekday] => read_week(weekday),
+        ["week", "from", _, _, ..] => Err("a week starts on one day"),
+        ["month", "from", day] => read_month(day),
+        ["month", "from", _, _, ..] => Err("a month starts on one day"),
+        ["year", "from", month, day] => read_year(month, day),
+        ["year", "from", _, ..] => Err(NO_DATE),
+        [unit, ..] if !UNITS.contains(unit) => Err(UNKNOWN_UNIT),
+        _ => Err("only `from` and a day may follow the unit"),
     }
+}
+
+fn read_week(weekday: &str) -> Result<Calendar, &'static str> {
+    for (name, from) in WEEKDAYS {
+        if name == weekday {
+            return Ok(Calendar::week_from(from));
+        }
+    }
+    Err(NO_WEEKDAY)
+}
+
+fn read_month(day: &str) -> Result<Calendar, &'static str> {
+    let Some(day) = read_day(day) else {
+        return Err(NO_DAY);
+    };
+    Calendar::month_from(day).map_err(|_| NO_DAY)
+}
+
+fn read_year(month: &str, day: &str) -> Result<Calendar, &'static str> {
+    let Some(day) = read_day(day) else {
+        return Err(NO_DATE);
+    };
+    for (number, name) in (1..).zip(MONTHS) {
+        if name == month {
+            return Calendar::year_from(number, day).map_err(|_| NO_DATE);
+        }
+    }
+    Err(NO_DATE)
+}
+
+fn read_day(text: &str) -> Option<u8> {
+    u8::try_from(whole(text)?).ok()
 }

@@ -1,5 +1,7 @@
 //! Time zones: a fixed offset, or a name of the IANA database.
 
+use std::fmt;
+
 use crate::error::ConfigError;
 
 #[cfg(feature = "time-zones")]
@@ -8,7 +10,7 @@ use named::NamedZone;
 const MICROS_PER_DAY: i64 = 86_400_000_000;
 const MICROS_PER_MINUTE: i64 = 60_000_000;
 /// Maximum offset in minutes: that of Kiribati.
-const MAX_OFFSET: i64 = 14 * 60;
+const MAX_OFFSET: i16 = 14 * 60;
 
 /// The time zone of a calendar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -24,32 +26,32 @@ impl Zone {
 
     /// Parses `UTC`, an offset such as `+02:00`, or a name. The error names the problem and the fix.
     pub(super) fn read(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |fix: &str| ConfigError::invalid("time zone", text, fix);
         if text.eq_ignore_ascii_case("UTC") || text == "Z" {
             return Ok(Self::UTC);
         }
-        let (sign, digits) = match text.as_bytes().first() {
-            Some(b'+') => (1, &text[1..]),
-            Some(b'-') => (-1, &text[1..]),
+        let sign = match text.as_bytes().first() {
+            Some(b'+') => 1,
+            Some(b'-') => -1,
             _ => return Self::named(text),
         };
-        let minutes = minutes_of(digits)
-            .ok_or_else(|| wrong("an offset has hours and minutes; use the form `+02:00`"))?;
-        if minutes > MAX_OFFSET {
-            return Err(wrong(
-                "an offset is at most 14 hours; use `-14:00` to `+14:00`",
-            ));
-        }
-        Ok(Self::Offset((sign * minutes) as i16))
+        let fix = match read_minutes(&text[1..]) {
+            Some(minutes @ 0..=MAX_OFFSET) => return Ok(Self::Offset(sign * minutes)),
+            Some(_) => "an offset is at most 14 hours; use `-14:00` to `+14:00`",
+            None => "an offset has hours and minutes; use the form `+02:00`",
+        };
+        Err(ConfigError::invalid("time zone", text, fix))
     }
 
     #[cfg(feature = "time-zones")]
     fn named(name: &str) -> Result<Self, ConfigError> {
-        NamedZone::get(name).map(Self::Named).ok_or_else(|| {
-            let fix = "the time zone database has no such name; use one such as `Europe/Berlin`, or an \
-                       offset such as `+02:00`";
-            ConfigError::invalid("time zone", name, fix)
-        })
+        match NamedZone::get(name) {
+            Some(zone) => Ok(Self::Named(zone)),
+            None => {
+                let fix = "the time zone database has no such name; use one such as `Europe/Berlin`, or an \
+                           offset such as `+02:00`";
+                Err(ConfigError::invalid("time zone", name, fix))
+            }
+        }
     }
 
     #[cfg(not(feature = "time-zones"))]
@@ -57,20 +59,6 @@ impl Zone {
         let fix =
             "names need the feature `time-zones`; enable it, or use an offset such as `+02:00`";
         Err(ConfigError::invalid("time zone", name, fix))
-    }
-
-    /// Returns the text that [`read`](Self::read) parses, with `between` the hours and the minutes.
-    pub(super) fn text(self, between: &str) -> String {
-        match self {
-            Self::UTC => "UTC".to_owned(),
-            Self::Offset(minutes) => {
-                let sign = if minutes < 0 { '-' } else { '+' };
-                let (hours, minutes) = (minutes.abs() / 60, minutes.abs() % 60);
-                format!("{sign}{hours:02}{between}{minutes:02}")
-            }
-            #[cfg(feature = "time-zones")]
-            Self::Named(zone) => zone.name().to_owned(),
-        }
     }
 
     /// Returns `true` if some days of the zone may be longer or shorter than 24 hours.
@@ -103,20 +91,45 @@ impl Zone {
     }
 }
 
+/// As text, which [`read`](Zone::read) parses.
+impl fmt::Display for Zone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::UTC => f.write_str("UTC"),
+            Self::Offset(minutes) => {
+                let sign = if minutes < 0 { '-' } else { '+' };
+                let minutes = minutes.abs();
+                write!(f, "{sign}{:02}:{:02}", minutes / 60, minutes % 60)
+            }
+            #[cfg(feature = "time-zones")]
+            Self::Named(zone) => f.write_str(zone.name()),
+        }
+    }
+}
+
 /// Parses the minutes of `02:00`, `0200` or `02`.
-fn minutes_of(digits: &str) -> Option<i64> {
-    let (hours, minutes) = match (digits.split_once(':'), digits.len()) {
-        (Some(parts), 5) => parts,
-        (None, 2) => (digits, "00"),
-        (None, 4) if digits.is_ascii() => digits.split_at(2),
+fn read_minutes(digits: &str) -> Option<i16> {
+    let [a, b, c, d] = match *digits.as_bytes() {
+        [a, b] => [a, b, b'0', b'0'],
+        [a, b, c, d] | [a, b, b':', c, d] => [a, b, c, d],
         _ => return None,
     };
-    let number = |text: &str| {
-        let is_number = text.len() == 2 && text.bytes().all(|byte| byte.is_ascii_digit());
-        text.parse::<i64>().ok().filter(|_| is_number)
-    };
-    let minutes = number(minutes).filter(|minutes| *minutes < 60)?;
-    Some(60 * number(hours)? + minutes)
+    let minutes = read_two([c, d])?;
+    if minutes >= 60 {
+        return None;
+    }
+    Some(60 * read_two([a, b])? + minutes)
+}
+
+fn read_two(digits: [u8; 2]) -> Option<i16> {
+    let mut number = 0;
+    for digit in digits {
+        if !digit.is_ascii_digit() {
+            return None;
+        }
+        number = 10 * number + i16::from(digit - b'0');
+    }
+    Some(number)
 }
 
 #[cfg(feature = "time-zones")]
@@ -146,8 +159,12 @@ mod named {
             let zone = TimeZone::get(name).ok()?;
             let name = zone.iana_name()?.to_owned();
             let mut zones = ZONES.lock().unwrap_or_else(PoisonError::into_inner);
-            let known = zones.entry(name);
-            Some(*known.or_insert_with(|| Self(Box::leak(Box::new(zone)))))
+            if let Some(known) = zones.get(&name) {
+                return Some(*known);
+            }
+            let kept = Self(Box::leak(Box::new(zone)));
+            zones.insert(name, kept);
+            Some(kept)
         }
 
         pub(super) fn name(self) -> &'static str {

@@ -60,7 +60,8 @@ pub enum Outcome {
         /// microseconds, rounded up.
         retry_after: Duration,
     },
-    /// The cost exceeds the capacity of a policy: waiting does not help. Nothing was charged.
+    /// The cost exceeds the capacity of a policy, or the policies are [`blocked`](Policies::blocked): waiting does not help.
+    /// Nothing was charged.
     ExceedsCapacity,
 }
 
@@ -97,7 +98,7 @@ pub enum Source {
     /// [`reset_after`](Decision::reset_after) is that of the block's charge.
     Leased,
     /// In this process, since the caller is blocked: see
-    /// [`block_after`](crate::RateLimitLayer::block_after). No policy was checked.
+    /// [`block_after`](crate::RateLimitLayer::block_after) and [`Policies::blocked`]. No policy was checked.
     Blocked,
     /// As [`Blocked`](Self::Blocked), in a layer or limiter with
     /// [`forbid_blocked`](crate::RateLimitLayer::forbid_blocked): over HTTP the response is a 403.
@@ -286,6 +287,15 @@ impl Decision {
     /// Returns the deciding policy. In an outage it has the instance's share of the quota.
     pub fn policy(&self) -> &Policy {
         &self.policies[self.decider as usize]
+    }
+
+    /// Returns `true` for the denial of a blocked caller that shows no wait.
+    pub(crate) fn is_final(&self) -> bool {
+        match self.source {
+            Source::Forbidden => true,
+            Source::Blocked => self.retry_after().is_none(),
+            _ => false,
+        }
     }
 
     /// Returns the index of the deciding policy.

@@ -16,7 +16,10 @@ impl Setting for Key {
                                     or `~` followed by 32 digits as in Redis";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        read(text).ok_or_else(|| ConfigError::choice("caller", text, Self::EXPECTED))
+        match read(text) {
+            Some(key) => Ok(key),
+            None => Err(ConfigError::choice("caller", text, Self::EXPECTED)),
+        }
     }
 }
 
@@ -29,25 +32,27 @@ impl Key {
     ///
     /// If the text would parse as another kind of key, such as an address passed to [`Key::new`].
     pub(crate) fn written(&self) -> Result<&str, ConfigError> {
-        Self::read(self.reveal()).map(|_| self.reveal())
+        Self::read(self.reveal())?;
+        Ok(self.reveal())
     }
 }
 
 fn read(text: &str) -> Option<Key> {
     // First, since a secret may contain any character.
-    if let Some(secret) = text.strip_prefix("secret:") {
-        return (!secret.is_empty()).then(|| Key::secret(secret));
+    match text.strip_prefix("secret:") {
+        Some("") => return None,
+        Some(secret) => return Some(Key::secret(secret)),
+        None => {}
     }
     if text.contains(',') {
-        let part = |part: &str| {
-            if part == part.trim() {
-                read(part)
-            } else {
-                None
+        let mut parts = vec![];
+        for part in text.split(',') {
+            if part != part.trim() {
+                return None;
             }
-        };
-        let parts: Option<Vec<Key>> = text.split(',').map(part).collect();
-        return parts.map(|parts| Key::tuple(&parts));
+            parts.push(read(part)?);
+        }
+        return Some(Key::tuple(&parts));
     }
     if let Some(address) = text.strip_prefix("ip:") {
         return if address == "unix" {
@@ -81,16 +86,16 @@ fn is_of_another_kind(name: &str) -> bool {
 /// `20010db8000000000000000000000001/128` as in Redis.
 fn network(text: &str) -> Option<Key> {
     let Some((address, prefix)) = text.split_once('/') else {
-        return text.parse().ok().map(Key::ip);
+        return Some(Key::ip(text.parse().ok()?));
     };
     let address = match address.parse::<Ipv6Addr>() {
         Ok(address) => address,
         Err(_) if address.len() == 32 => u128::from_str_radix(address, 16).ok()?.into(),
         Err(_) => return None,
     };
-    let prefix = prefix
-        .parse()
-        .ok()
-        .filter(|prefix| (1..=128).contains(prefix))?;
+    let prefix = prefix.parse().ok()?;
+    if !(1..=128).contains(&prefix) {
+        return None;
+    }
     Some(Key::network(IpAddr::V6(address), prefix))
 }

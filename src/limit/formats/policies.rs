@@ -12,6 +12,9 @@ use crate::error::ConfigError;
 use crate::limit::policy::check_name;
 use crate::limit::{Policies, Policy, PolicyKind, Quota, Strategy};
 
+/// The text of [`Policies::blocked`].
+const BLOCKED: &str = "blocked";
+
 /// The serialized form of a policy.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename = "Policy", deny_unknown_fields)]
@@ -27,7 +30,7 @@ struct PolicyTable {
 
 /// Reads a strategy that is present: some formats cannot tell an option from its value.
 fn strategy<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PolicyKind>, D::Error> {
-    PolicyKind::deserialize(deserializer).map(Some)
+    Ok(Some(PolicyKind::deserialize(deserializer)?))
 }
 
 /// A duration as text.
@@ -41,32 +44,42 @@ fn leased<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Err
 
 impl Serialize for Policy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let (name, leased) = (self.name().to_owned(), self.lease().map(Span));
-        PolicyTable {
-            name,
+        let table = PolicyTable {
+            name: self.name().to_owned(),
             strategy: Some(self.kind()),
             quota: self.stated(),
-            leased,
-        }
-        .serialize(serializer)
+            leased: self.lease().map(Span),
+        };
+        table.serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let PolicyTable {
-            name,
-            strategy,
-            quota,
-            leased,
-        } = PolicyTable::deserialize(Redacted(deserializer))?;
-        check_name(&name).map_err(D::Error::custom)?;
-        let kind = strategy.unwrap_or_else(|| Strategy::default_for(quota).into());
-        // The location that a format reports may be that of the whole list.
-        let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));
-        let policy = Self::of_kind(&name, kind, quota).map_err(located)?;
-        match leased {
-            Some(Span(time)) => policy.leased(time).map_err(located),
+        let table = PolicyTable::deserialize(Redacted(deserializer))?;
+        if let Err(error) = check_name(&table.name) {
+            return Err(D::Error::custom(error));
+        }
+        match table.policy() {
+            Ok(policy) => Ok(policy),
+            // The location that a format reports may be that of the whole list.
+            Err(error) => Err(D::Error::custom(format_args!(
+                "policy {:?}: {error}",
+                table.name
+            ))),
+        }
+    }
+}
+
+impl PolicyTable {
+    fn policy(&self) -> Result<Policy, ConfigError> {
+        let kind = match self.strategy {
+            Some(kind) => kind,
+            None => Strategy::default_for(self.quota).into(),
+        };
+        let policy = Policy::of_kind(&self.name, kind, self.quota)?;
+        match self.leased {
+            Some(Span(time)) => policy.leased(time),
             None => Ok(policy),
         }
     }
@@ -74,6 +87,9 @@ impl<'de> Deserialize<'de> for Policy {
 
 impl Serialize for Policies {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.are_blocked() {
+            return serializer.serialize_str(BLOCKED);
+        }
         serializer.collect_seq(self)
     }
 }
@@ -81,16 +97,18 @@ impl Serialize for Policies {
 deserialize!(Policies);
 
 impl Setting for Policies {
-    const EXPECTED: &'static str =
-        "a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies";
+    const EXPECTED: &'static str = "a policy such as `{ name = \"api\", quota = \"100/s\" }`, a list of policies, or `blocked`";
     const ANY: bool = true;
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        Err(ConfigError::choice("policy", text, Self::EXPECTED))
+        match text.trim() {
+            BLOCKED => Ok(Self::blocked()),
+            _ => Err(ConfigError::choice("policy", text, Self::EXPECTED)),
+        }
     }
 
     fn read_table<'de, D: Deserializer<'de>>(policy: D, _: Field<Self>) -> Result<Self, D::Error> {
-        Policy::deserialize(policy).map(Self::from)
+        Ok(Policy::deserialize(policy)?.into())
     }
 
     fn read_list<'de, D: Deserializer<'de>>(list: D, _: Field<Self>) -> Result<Self, D::Error> {

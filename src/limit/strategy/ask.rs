@@ -125,7 +125,19 @@ impl Mode {
     }
 }
 
-impl Ask<'_> {
+impl<'a> Ask<'a> {
+    /// Returns the check at the time of the policy's clock: that of a calendar is `ahead`.
+    #[inline]
+    pub(in crate::limit) fn by_clock_of(self, policy: &Policy, ahead: i64) -> Ask<'a> {
+        if ahead == 0 || policy.params().calendar.is_none() {
+            return self;
+        }
+        Ask {
+            now: self.now + ahead,
+            ..self
+        }
+    }
+
     /// Creates the parameters of an operation at `now`. A refund is of a charge made just before.
     pub(in crate::limit) fn new(mode: Mode, cost: i64, now: i64) -> Self {
         Self {

@@ -7,8 +7,10 @@
 //! With [`Align::Calendar`](super::Align::Calendar), windows are the days, weeks, months or years of a
 //! calendar.
 //!
-//! A count of a calendar knows the end of its window, and counts until then. So if instances disagree
-//! about a border, because their time zone databases differ, no caller gets two full windows there.
+//! A count of a calendar knows the end of its window, and lasts until then under any other calendar too. So another first day
+//! or zone, or another time zone database, begins no second window while the count lasts. If the count ends in the second
+//! half of the check's window, it lasts until the end of that window: otherwise the caller would get a whole limit for the
+//! short rest.
 //!
 //! **Cost.** One key, two numbers, one read and one write.
 //!
@@ -42,8 +44,9 @@ pub enum Align {
     /// the same unit: [`per_day`](Quota::per_day), [`per_week`](Quota::per_week),
     /// [`per_month`](Quota::per_month) or [`per_year`](Quota::per_year).
     ///
-    /// Instances whose clocks are wrong decide the same: only a [`LocalStore`](crate::LocalStore),
-    /// and a [`Fallback`](crate::Fallback) during an outage, use their own clock.
+    /// Instances whose clocks are wrong decide the same. During an outage, a [`Fallback`](crate::Fallback) adds the last
+    /// seen difference to Redis's clock, if its [`LocalStore`](crate::LocalStore) has seen a decision of Redis under a
+    /// calendar. Without a `Fallback`, a `LocalStore` uses its own clock.
     Calendar(Calendar),
 }
 
@@ -55,6 +58,8 @@ impl Default for Align {
         }
     }
 }
+
+const SECOND: i64 = 1_000_000;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -116,15 +121,21 @@ impl Algorithm for State {
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { border, count } = *self;
         if let Some(calendar) = params.calendar {
-            let Window { start, end } = calendar.window(now);
+            let Some(Window { start, end }) = calendar.window(now) else {
+                // A function has returned an invalid window: nothing is granted.
+                return clean([now + SECOND, params.capacity, SECOND]);
+            };
             let length = end - start;
             if count == 0 || border <= now {
                 return clean([end, 0, length]);
             } else if border - now > 2 * length {
                 // The clock has gone back.
                 return ([end, count, length], true);
+            } else if border < end && 2 * (border - start) > length {
+                // Saved, so that the wait of a denial is exact.
+                return ([end, count, length], true);
             }
-            return clean([end.max(border), count, length]);
+            return clean([border, count, length]);
         }
         let period = params.period;
         if border > now {
@@ -224,14 +235,14 @@ fn check_offset(offset: Duration, quota: Quota) -> Result<(), ConfigError> {
 
 /// Returns an error if the period of a quota is not the unit of a calendar.
 fn check_unit(calendar: Calendar, quota: Quota) -> Result<(), ConfigError> {
-    let windows = calendar.quota(quota.limit());
-    if quota.with_limit(quota.limit()) == windows {
+    let of_unit = calendar.quota(quota.limit());
+    if of_unit.is_none() || of_unit == Some(quota.with_limit(quota.limit())) {
         return Ok(());
     }
     Err(ConfigError::new(format!(
         "the quota `{quota}` under the calendar `{calendar}`: use `{}/{}`, or another strategy",
         quota.limit(),
-        calendar.unit_name()
+        calendar.name()
     )))
 }
 
@@ -249,7 +260,7 @@ pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool
     let period = model.period;
     match model.strategy {
         Strategy::FixedWindow(Align::Calendar(calendar)) => {
-            let window = |time: i128| calendar.window(time as i64);
+            let window = |time: i128| calendar.window(time as i64).unwrap();
             model.granted(|time| window(time) == window(now)) + cost <= model.limit
         }
         Strategy::FixedWindow(Align::Clock { offset }) => {

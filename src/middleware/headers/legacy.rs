@@ -65,9 +65,9 @@ impl LegacyHeaders {
         }
     }
 
-    /// Sets the fields, unless the existing ones are tighter, or the decision is that of a pause.
+    /// Sets the fields, unless the existing ones are tighter, or the decision shows no quota.
     pub(super) fn set(self, headers: &mut HeaderMap, decision: &Decision) {
-        if decision.policy().is_pause() {
+        if !decision.policy().is_shown() {
             return;
         }
         let reset = decision.reset_after();

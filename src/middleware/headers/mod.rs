@@ -169,7 +169,7 @@ const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
 /// Adds `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Both are lists,
-/// so entries of inner layers and servers are kept. Pauses have no entries.
+/// so entries of inner layers and servers are kept. Pauses and blocked policies have no entries.
 fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
     let texts = Texts::of(decision.policies());
     if !texts.policy_field.is_empty() {
@@ -239,7 +239,7 @@ impl Texts {
         for policy in policies {
             let quota = policy.stated();
             let name = policy.name();
-            if !policy.is_pause() {
+            if policy.is_shown() {
                 items.push(if policy.is_in_flight() {
                     // The draft's unit for requests in flight, which have no window.
                     format!("\"{name}\";q={};qu=\"concurrent-requests\"", quota.limit())
@@ -268,10 +268,10 @@ impl Texts {
 
     /// Writes `"api";r=9;t=54` for each policy: the remaining units (`r`), and the seconds that they
     /// must last (`t`). A policy of requests in flight has no `t`, since a request may end at any time.
-    /// A pause is left out: its quota is not a limit of clients. A denial by a pause has no items, since
-    /// no remaining unit can be used before the pause ends.
+    /// A pause is left out: its quota is not a limit of clients. A denial by a pause, or of a blocked caller, has no items,
+    /// since no remaining unit can be used before it ends.
     fn rate_limit(&self, decision: &Decision) -> HeaderValue {
-        if !decision.is_allowed() && decision.policy().is_pause() {
+        if !decision.is_allowed() && !decision.policy().is_shown() {
             return value(b"");
         }
         let verdicts = decision.verdicts();
@@ -280,7 +280,7 @@ impl Texts {
         let mut earlier = vec![];
         let mut item = Item::new();
         for ((policy, verdict), texts) in each.zip(&self.each) {
-            if policy.is_pause() {
+            if !policy.is_shown() {
                 continue;
             }
             if !item.is_empty() {
@@ -359,7 +359,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
     }
     if let Some(calendar) = policy.params().calendar {
         return match verdict.reset {
-            0 => (calendar.window(now).end - now).unsigned_abs(),
+            0 => calendar.rest(now).unsigned_abs(),
             reset => reset.unsigned_abs(),
         };
     }

@@ -168,7 +168,7 @@ impl Reason<'_> {
     /// the decision: this must be fast during a flood of denials.
     fn write_to(&self, to: &mut impl fmt::Write) -> fmt::Result {
         match self {
-            Reason::Denied(decision) if decision.source() == Source::Forbidden => {
+            Reason::Denied(decision) if decision.is_final() => {
                 to.write_str("Requests are blocked.")
             }
             Reason::Denied(decision) => match decision.retry_after() {

@@ -130,7 +130,7 @@ impl Routes {
         }
     }
 
-    /// Sets the policies of paths that match `pattern`, for all methods.
+    /// Sets the policies of paths that match `pattern`, for all methods. [`Policies::blocked`] blocks them.
     ///
     /// # Errors
     ///

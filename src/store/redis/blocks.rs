@@ -22,13 +22,17 @@ const PAGE: usize = 1_000;
 
 /// The changed blocks of one reply.
 struct Page {
-    blocks: Vec<(BlockedCaller, Instant)>,
-    /// The time of the last change. `None` if nothing has changed.
+    /// In order, each with the end of the block. `None` if it was ended early.
+    changes: Vec<(BlockedCaller, Option<Instant>)>,
+    /// The time of the last change on this page. `None` if nothing has changed.
     last: Option<i64>,
-    /// Whether a block was ended early.
-    has_ended: bool,
+    /// The time of the last change of all; 0 for none.
+    last_of_all: i64,
     is_full: bool,
 }
+
+/// Begins the name of a caller whose block was ended early.
+const ENDED: char = '\0';
 
 impl SharedStore {
     /// Starts the task on this runtime, unless it runs.
@@ -41,13 +45,12 @@ impl SharedStore {
 
     /// Sends the changes of this process. After an error, keeps the rest for the next attempt.
     pub(super) async fn send_block_changes(self: &Arc<Self>) -> Result<(), StoreError> {
-        let mut changes = self.blocks.take_unsent();
-        changes.reverse();
-        while let Some(change) = changes.pop() {
+        let mut unsent = self.blocks.take_unsent().into_iter();
+        while let Some(change) = unsent.next() {
             if let Err(error) = self.send_change(&change).await {
-                changes.push(change);
-                changes.reverse();
-                self.blocks.put_back(changes);
+                let mut rest = vec![change];
+                rest.extend(unsent);
+                self.blocks.put_back(rest);
                 return Err(error);
             }
         }
@@ -55,22 +58,24 @@ impl SharedStore {
     }
 
     async fn send_change(self: &Arc<Self>, change: &BlockChange) -> Result<(), StoreError> {
-        let now = instant();
-        let (extends, time) = match change.kind {
-            BlockChangeKind::Extend(end) => (1, end.saturating_duration_since(now)),
-            BlockChangeKind::Begin(end) => (0, end.saturating_duration_since(now)),
-            BlockChangeKind::End => (0, Duration::ZERO),
+        let always = match change.kind {
+            BlockChangeKind::Extend(_) => true,
+            BlockChangeKind::Begin(_) => false,
+            BlockChangeKind::End { was_known } => was_known,
         };
-        // After an outage, the block may have ended. Less than a millisecond would end that of another instance.
-        let has_expired = change.kind != BlockChangeKind::End && time < Duration::from_millis(1);
-        if has_expired {
-            return Ok(());
+        let mut time = Duration::ZERO;
+        if let BlockChangeKind::Extend(end) | BlockChangeKind::Begin(end) = change.kind {
+            time = end.saturating_duration_since(instant());
+            // After an outage, the block may have ended. Less than a millisecond would end that of another instance.
+            if time < Duration::from_millis(1) {
+                return Ok(());
+            }
         }
         let node = self.shared_node().await?;
         let call = KeyCall {
             script: &BLOCK,
             keys: self.block_keys(),
-            args: (&change.caller[..], extends, MAX),
+            args: (&change.caller[..], u8::from(always), MAX),
             ttl: time,
         };
         let _is_changed: bool = self.run_script(node, &call).await?;
@@ -81,28 +86,18 @@ impl SharedStore {
     async fn read_blocks(self: &Arc<Self>, since: &mut i64) -> Result<(), StoreError> {
         loop {
             let page = self.read_page(*since).await?;
-            if page.has_ended && *since > 0 {
-                return self.read_all_blocks(since).await;
+            if page.last_of_all < *since {
+                // Redis has lost changes, and may have another clock. The blocks in memory stay.
+                *since = 0;
+                if page.last_of_all > 0 {
+                    continue;
+                }
             }
-            self.blocks.learn(&page.blocks);
-            *since = page.last.unwrap_or(*since);
-            if !page.is_full {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Replaces the blocks in memory.
-    async fn read_all_blocks(self: &Arc<Self>, since: &mut i64) -> Result<(), StoreError> {
-        let mut last = 0;
-        let mut all = vec![];
-        loop {
-            let page = self.read_page(last).await?;
-            all.extend(page.blocks);
-            last = page.last.unwrap_or(last);
-            if !page.is_full {
-                self.blocks.replace(&all);
+            self.blocks.learn(&page.changes);
+            if let Some(last) = page.last {
                 *since = last;
+            }
+            if !page.is_full {
                 return Ok(());
             }
         }
@@ -131,35 +126,42 @@ impl SharedStore {
 
 /// Decodes the reply of lua/blocks.lua. `None` if it is malformed.
 fn page_of(reply: &[String], now: Instant) -> Option<Page> {
-    let (time, changes) = reply.split_first()?;
+    let [time, last_of_all, changes @ ..] = reply else {
+        return None;
+    };
     let redis_now: i64 = time.parse().ok()?;
     let (changes, []) = changes.as_chunks::<3>() else {
         return None;
     };
     let mut page = Page {
-        blocks: vec![],
+        changes: vec![],
         last: None,
-        has_ended: false,
+        last_of_all: number(last_of_all)?,
         is_full: changes.len() >= PAGE,
     };
     for [caller, time, end] in changes {
-        // Some servers write a large score with an exponent.
-        let time: f64 = time.parse().ok()?;
-        let end: f64 = end.parse().ok()?;
-        page.last = Some(time as i64);
-        if caller.is_empty() {
-            page.has_ended = true;
-            continue;
-        }
-        let rest = u64::try_from(end as i64 - redis_now).unwrap_or(0);
-        if rest > 0
-            && let Some(end) = now.checked_add(Duration::from_millis(rest))
-        {
-            page.blocks
-                .push((BlockedCaller::from_slice(caller.as_bytes()), end));
+        page.last = Some(number(time)?);
+        let rest = number(end)? - redis_now;
+        if let Some(caller) = caller.strip_prefix(ENDED) {
+            page.add(caller, None);
+        } else if rest > 0 {
+            page.add(caller, now.checked_add(Duration::from_millis(rest as u64)));
         }
     }
     Some(page)
+}
+
+/// Reads a score: some servers write a large one with an exponent.
+fn number(score: &str) -> Option<i64> {
+    let score: f64 = score.parse().ok()?;
+    Some(score as i64)
+}
+
+impl Page {
+    fn add(&mut self, caller: &str, end: Option<Instant>) {
+        let caller = BlockedCaller::from_slice(caller.as_bytes());
+        self.changes.push((caller, end));
+    }
 }
 
 async fn run(store: Weak<SharedStore>, _task: Task) {
@@ -204,17 +206,38 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn replies_are_decoded() {
         let read = page(&[
-            "1000", "api:ann", "7", "4000", "", "8", "0", "api:bob", "9e0", "0",
+            "1000",
+            "12",
+            "api:ann",
+            "7",
+            "4000",
+            "\0api:eve",
+            "8",
+            "9000",
+            "api:bob",
+            "9e0",
+            "0",
         ]);
         let read = read.unwrap();
-        let ann = BlockedCaller::from_slice(b"api:ann");
-        assert_eq!(read.blocks, [(ann, instant() + Duration::from_secs(3))]);
+        let named = |name: &str| BlockedCaller::from_slice(name.as_bytes());
+        let end = Some(instant() + Duration::from_secs(3));
         assert_eq!(
-            (read.last, read.has_ended, read.is_full),
-            (Some(9), true, false)
+            read.changes,
+            [(named("api:ann"), end), (named("api:eve"), None)]
         );
-        assert!(page(&["1000"]).unwrap().last.is_none());
-        for malformed in [&["x"][..], &[], &["1", "a"], &["1", "a", "b", "2"]] {
+        assert_eq!(
+            (read.last, read.last_of_all, read.is_full),
+            (Some(9), 12, false)
+        );
+        assert!(page(&["1000", "0"]).unwrap().last.is_none());
+        for malformed in [
+            &["x", "0"][..],
+            &[],
+            &["1"],
+            &["1", "x"],
+            &["1", "0", "a"],
+            &["1", "0", "a", "b", "2"],
+        ] {
             assert!(page(malformed).is_none(), "{malformed:?}");
         }
     }

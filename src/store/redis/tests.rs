@@ -2,22 +2,23 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use fastrand::Rng;
-use futures_util::future::join_all;
+use futures_util::future::{join, join_all};
 use futures_util::{StreamExt as _, stream};
 
 use super::RedisStore;
 use super::script::writer as wire_writer;
-use crate::error::ConfigError;
+use crate::error::{ConfigError, ErrorKind};
 use crate::limit::{
     Align, Calendar, Check, Decision, Extra, Key, Mode, Model, Policies, Policy, PolicyKind, Quota,
     Refill, SlotId, Source, State, Strategy, strategies,
 };
-use crate::store::{LocalStore, Store};
+use crate::store::{BoxStore, Counts, Fallback, LocalStore, Store};
 use crate::support::RedisServer;
 
 /// Number of checks per strategy. All callers of a trace check at every time.
@@ -991,7 +992,7 @@ fn any_calendar(name: &str, rng: &mut Rng) -> Policy {
     let zone = rng.choice(zones).copied().unwrap_or("UTC");
     let calendar: Calendar = format!("{unit}, {zone}").parse().unwrap();
     let strategy = Strategy::FixedWindow(Align::Calendar(calendar));
-    Policy::new(name, strategy, calendar.quota(rng.u32(1..=50))).unwrap()
+    Policy::new(name, strategy, calendar.quota(rng.u32(1..=50)).unwrap()).unwrap()
 }
 
 /// Every jump of the trace makes the estimates of Redis's time wrong.
@@ -1083,43 +1084,41 @@ async fn wrong_clocks_decide_the_same() {
     }
 }
 
-/// Another border for the same count: a time zone database that differs. The count is kept until the later end.
+/// Other borders for the same count: another first day or time zone, or a time zone database that differs. The count ends
+/// with its own window, or with that of the check if it ends in the second half of that.
 #[tokio::test]
 async fn other_borders_never_give_two_windows() {
     const HOUR: i64 = 3_600_000_000;
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(23, &server);
-    let (east, west) = (
-        plan("fixed-window(day, +01:00)", "5/d"),
-        plan("fixed-window(day)", "5/d"),
-    );
+    let [utc, east, west] = ["day", "day, +01:00", "day, -10:00"]
+        .map(|calendar| plan(&format!("fixed-window({calendar})"), "5/d"));
     let midnight = 20_000 * 24 * HOUR;
-    let mut states = [State::fresh(east[0].kind())];
+    let mut states = [State::fresh(utc[0].kind())];
     for (policies, hours, allowed, rest) in [
-        // In the east, this day ends at 23:00.
+        // In the east, this day ends at 23:00. In UTC, that is in the second half of the day.
         (&east, -2, true, 1),
-        (&west, -2, false, 2),
-        (&east, -1, true, 24),
-        (&west, -1, false, 24),
-        // In the west, that count has grown as old as the day that began at midnight.
-        (&west, 0, false, 24),
-        (&east, 22, false, 1),
-        (&west, 23, true, 1),
-        (&west, 24, true, 24),
+        (&utc, -2, false, 2),
+        (&east, -1, false, 1),
+        (&utc, -1, false, 1),
+        (&utc, 0, true, 24),
+        // The count ends in the first half of the day in the east that begins at 23:00.
+        (&east, 22, false, 2),
+        (&east, 23, false, 1),
+        (&east, 24, true, 23),
+        // In the west, a day begins at 10:00, and the count ends in its second half.
+        (&west, 46, false, 12),
+        (&east, 47, false, 11),
+        (&east, 58, true, 13),
+        (&west, 58, false, 24),
+        (&west, 82, true, 24),
+        (&utc, 95, false, 11),
+        (&utc, 97, false, 9),
+        (&utc, 106, true, 14),
     ] {
         let at = midnight + hours * HOUR;
         now.store(at, Relaxed);
         let check = Check::take(Key::new("ann"), policies, 5);
-        let [from, to] = if *policies == east {
-            ["day", "day@+0100"]
-        } else {
-            ["day@+0100", "day"]
-        };
-        let rename = format!("RENAME rl:{{ann}}:plan:f:{from} rl:{{ann}}:plan:f:{to}");
-        let names: Vec<String> = server.command("KEYS *").await;
-        if names.iter().any(|name| name.ends_with(&format!(":{from}"))) {
-            let _: String = server.command(&rename).await;
-        }
         let in_redis = redis.check(check.clone()).await.unwrap();
         assert_eq!(in_redis, in_rust(&check, &mut states, at));
         let reset = in_redis.reset_after().as_micros() as i64;
@@ -1131,6 +1130,127 @@ async fn other_borders_never_give_two_windows() {
     }
 }
 
+/// Customers move the first day of their month on any day. None of them gets more than the limit until the count has ended.
+#[tokio::test]
+async fn a_moved_month_is_no_second_one() {
+    const DAY: i64 = 86_400_000_000;
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(24, &server);
+    // January 1, 2027.
+    let new_year = 20_819 * DAY;
+    for day in 0..31 {
+        let key = Key::from(day as u64);
+        let before = plan("fixed-window(month)", "5/month");
+        let take = |policies: &Policies| Check::take(key, policies, 5);
+        now.store(new_year, Relaxed);
+        assert!(redis.check(take(&before)).await.unwrap().is_allowed());
+        now.store(new_year + day * DAY + DAY / 2, Relaxed);
+        let first_day = rng_day(day);
+        let after = plan(&format!("fixed-window(month from {first_day})"), "5/month");
+        let denied = redis.check(take(&after)).await.unwrap();
+        assert!(!denied.is_allowed(), "moved on day {day} to {first_day}");
+        let rest = denied.retry_after().unwrap().as_micros() as i64;
+        let ends = new_year + 31 * DAY - (new_year + day * DAY + DAY / 2);
+        assert!(rest >= ends, "not before February: {rest} of {ends}");
+        assert!(rest <= ends + 16 * DAY, "half a month more at most");
+        now.fetch_add(rest, Relaxed);
+        let next = redis.check(take(&after)).await.unwrap();
+        assert!(next.is_allowed(), "moved on day {day} to {first_day}");
+    }
+}
+
+/// Another first day for each day of the move.
+fn rng_day(day: i64) -> i64 {
+    (day * 7 + 3) % 31 + 1
+}
+
+/// Windows of 100 s.
+fn hundreds(now: SystemTime) -> Range<SystemTime> {
+    let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    let start = SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs() / 100 * 100);
+    start..start + Duration::from_secs(100)
+}
+
+fn custom_plan(name: &'static str, window_of: fn(SystemTime) -> Range<SystemTime>) -> Policies {
+    let calendar = Calendar::custom(name, window_of).unwrap();
+    let strategy = Strategy::FixedWindow(Align::Calendar(calendar));
+    Policy::new("plan", strategy, "5/month").unwrap().into()
+}
+
+/// By functions of one's own, over instances whose clocks are wrong by seconds and by many windows.
+#[tokio::test]
+async fn custom_windows_are_those_of_redis() {
+    const SECOND: i64 = 1_000_000;
+    let server = RedisServer::start();
+    let Trace {
+        now, redis, others, ..
+    } = Trace::new(25, &server);
+    let policies = custom_plan("hundreds", hundreds);
+    let border = 18_000_000 * 100 * SECOND;
+    now.store(border - 1, Relaxed);
+    for (instance, error) in [&redis, &others[0], &others[1]]
+        .into_iter()
+        .zip([0, 20, 9_000])
+    {
+        instance.inner.clock.set(border + error * SECOND);
+    }
+    for (at, rest) in [(border - 1, 1), (border, 100 * SECOND)] {
+        now.store(at, Relaxed);
+        let mut granted = 0;
+        for instance in [&redis, &others[0], &others[1]].into_iter().cycle().take(9) {
+            let check = Check::take(Key::new("ann"), &policies, 1);
+            let decision = instance.check(check).await.unwrap();
+            granted += decision.granted();
+            assert_eq!(decision.reset_after().as_micros() as i64, rest);
+        }
+        assert_eq!(granted, 5);
+    }
+    let names: Vec<String> = server.command("KEYS *").await;
+    assert_eq!(names, ["rl:{ann}:plan:f:@hundreds"]);
+    let mut scan = redis.scan();
+    let found = scan.next().await.unwrap().unwrap();
+    assert_eq!(
+        (found[0].strategy, &*found[0].span),
+        ("fixed-window", "@hundreds")
+    );
+}
+
+/// The check fails, and the other checks of its call do not.
+#[tokio::test]
+async fn wrong_custom_windows_grant_nothing() {
+    let server = RedisServer::start();
+    let redis = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(60))
+        .connect_lazy()
+        .unwrap();
+    let wrong = custom_plan("wrong", |now| now..now + Duration::from_millis(1));
+    let right = custom_plan("hundreds", hundreds);
+    let stores = [
+        BoxStore::new(redis.clone()),
+        BoxStore::new(LocalStore::default()),
+        BoxStore::new(Fallback::new(redis.clone(), LocalStore::default())),
+    ];
+    for store in stores {
+        let ask = |policies: &Policies| store.check(Check::take(Key::new("ann"), policies, 1));
+        let (failed, granted) = join(ask(&wrong), ask(&right)).await;
+        assert!(granted.unwrap().is_allowed());
+        let error = failed.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Configuration);
+        let text = error.to_string();
+        assert!(
+            text.contains(
+                "the calendar `wrong` of the policy \"plan\" is invalid: its window that starts "
+            ),
+            "{text}"
+        );
+    }
+    let names: Vec<String> = server.command("KEYS *wrong*").await;
+    assert!(names.is_empty(), "{names:?}");
+    let check = Check::take(Key::new("ann"), &wrong, 1);
+    let decision = Counts::default().decide(&check, SystemTime::UNIX_EPOCH, Source::Local);
+    assert!(!decision.is_allowed());
+}
+
 #[tokio::test]
 async fn a_key_expires_with_its_window() {
     let server = RedisServer::start();
@@ -1140,9 +1260,7 @@ async fn a_key_expires_with_its_window() {
         .check(Check::take(Key::new("ann"), &policies, 1))
         .await
         .unwrap();
-    let ttl: i64 = server
-        .command("PTTL rl:{ann}:plan:f:year-june-1@-1200")
-        .await;
+    let ttl: i64 = server.command("PTTL rl:{ann}:plan:f:year").await;
     let rest = decision.reset_after().as_millis() as i64;
     assert!((rest - 10_000..=rest + 1).contains(&ttl), "{ttl} of {rest}");
 }

@@ -206,7 +206,8 @@ fn of_a_list() {
         ),
         (
             json!("10/s"),
-            "\"10/s\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
+            "\"10/s\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, a list of policies, or \
+             `blocked`",
         ),
         (
             json!(["10/s"]),

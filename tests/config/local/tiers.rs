@@ -57,6 +57,7 @@ const FILE: &str = r#"
     tenant-7 = { name = "large", quota = "100000/min" }
     "secret:sk-live-1" = { name = "partner", quota = "600/min" }
     "ip:192.0.2.7" = "exempt"
+    "ip:192.0.2.66" = "blocked"
 "#;
 
 #[test]
@@ -72,6 +73,7 @@ fn toml() {
         names(&tiers, "pro", Key::ip("192.0.2.7".parse().unwrap())),
         ""
     );
+    assert_eq!(names(&tiers, "pro", ip("192.0.2.66")), "blocked");
     assert_eq!(
         names(&tiers, "unknown", Key::new("sk-live-1")),
         "free",
@@ -277,18 +279,19 @@ fn errors() {
         ),
         (
             json!({ "default": "exempt" }),
-            "\"exempt\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
+            "\"exempt\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, a list of policies, or \
+             `blocked`"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": "exmept" } }),
-            "\"exmept\" is not a valid policy: use `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"exmept\" is not a valid policy: use `exempt`, `blocked`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": 60 } }),
-            "\"60\" is not a valid policy: use `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"60\" is not a valid policy: use `exempt`, `blocked`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
@@ -477,6 +480,24 @@ fn errors_name_their_line() {
 }
 
 #[test]
+fn blocked_is_a_limit_everywhere() {
+    let tiers: Tiers = read(json!({
+        "default": "blocked",
+        "tiers": { "banned": "blocked", "free": { "name": "free", "quota": "60/min" } },
+        "callers": { "ip:10.0.0.0/8": "blocked", "tenant-7": { "name": "large", "quota": "9/s" } },
+    }))
+    .unwrap();
+    assert_eq!(tiers.default_policies(), &Policies::blocked());
+    assert_eq!(names(&tiers, "banned", Key::new("ann")), "blocked");
+    assert_eq!(names(&tiers, "free", ip("10.1.2.3")), "blocked");
+    assert_eq!(names(&tiers, "banned", Key::new("tenant-7")), "large");
+    let again: Tiers = read(serde_json::to_value(&tiers).unwrap()).unwrap();
+    assert_eq!(names(&again, "free", ip("10.1.2.3")), "blocked");
+    let policies: Policies = read(json!("blocked")).unwrap();
+    assert_eq!(policies, Policies::blocked());
+}
+
+#[test]
 fn written_settings_are_readable() {
     let tiers = Tiers::new(policy("free"))
         .tier(
@@ -485,6 +506,7 @@ fn written_settings_are_readable() {
         )
         .exempt("internal")
         .exempt_caller(Key::ip("192.0.2.7".parse().unwrap()))
+        .caller(ip("192.0.2.66"), Policies::blocked())
         .caller(Key::new("tenant-7"), policy("large"));
     assert_eq!(
         toml::to_string(&tiers).unwrap(),
@@ -507,6 +529,7 @@ strategy = "gcra"
 quota = "10/m"
 
 [callers]
+"ip:192.0.2.66" = "blocked"
 "ip:192.0.2.7" = "exempt"
 
 [[callers.tenant-7]]

@@ -218,14 +218,16 @@ impl<'a> Choice<'a> {
 }
 
 impl Setting for Option<Policies> {
-    const EXPECTED: &'static str =
-        "`exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, or a list of policies";
+    const EXPECTED: &'static str = "`exempt`, `blocked`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, or a list of policies";
     const ANY: bool = true;
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         match text.trim() {
             "exempt" => Ok(None),
-            _ => Err(ConfigError::choice("policy", text, Self::EXPECTED)),
+            _ => match Policies::read(text) {
+                Ok(blocked) => Ok(Some(blocked)),
+                Err(_) => Err(ConfigError::choice("policy", text, Self::EXPECTED)),
+            },
         }
     }
 

@@ -55,7 +55,8 @@ use crate::util::{Copies, OnceFlag, own_list};
 ///
 /// # From a file
 ///
-/// With the feature `serde` it is a table. A plan or a caller has a policy, a list of policies, or the word `exempt`:
+/// With the feature `serde` it is a table. A plan or a caller has a policy, a list of policies, or one of the
+/// words `exempt` and `blocked`:
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -79,6 +80,7 @@ use crate::util::{Copies, OnceFlag, own_list};
 ///     tenant-7 = { name = "large", quota = "100000/min" }
 ///     "ip:192.0.2.7" = { name = "office", quota = "600/min" }
 ///     "ip:10.0.0.0/8, ip:2001:db8::/32" = "exempt"
+///     "ip:192.0.2.66" = "blocked"
 ///     "~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c" = "exempt"
 ///     "#,
 /// )?;
@@ -181,7 +183,7 @@ impl Tiers {
         self.insert(name.into(), None)
     }
 
-    /// Sets the policies of one caller: an override that applies in every plan.
+    /// Sets the policies of one caller: an override that applies in every plan. [`Policies::blocked`] blocks the caller.
     ///
     /// `key` must be the key that the layer's extractor produces. Use the extractor's `key_of`,
     /// such as [`HeaderKey::key_of`](crate::extract::HeaderKey::key_of); for a tuple of extractors,

@@ -14,8 +14,9 @@ const NO_LOGIN: &str = "the server requires a password: add it to the URL, as in
                         `redis://user:password@host/`; that of sentinels as `?sentinel_password=password`";
 
 /// The commands whose absence ends a script. It reports the absence of others itself.
-const CALLED: &str = "`TIME` (or, for `RedisStore::announce`, `ZREMRANGEBYSCORE`, `ZADD`, `ZCARD` or `PEXPIRE`; in a \
-                      Redis Cluster, `MGET` or `SET`)";
+const CALLED: &str = "`TIME` (or, for `RedisStore::announce`, `ZREMRANGEBYSCORE`, `ZADD`, `ZCARD` or `PEXPIRE`; for \
+                      blocks, `ZADD`, `ZREM`, `ZCARD`, `ZSCORE`, `ZPOPMIN`, `ZRANGEBYSCORE`, `ZREVRANGE` or `PEXPIREAT`; in \
+                      a Redis Cluster, `MGET` or `SET`)";
 
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {

@@ -31,6 +31,9 @@ pub(super) fn read(name: &str, letter: &str, span: &str) -> Option<Policy> {
     } else if letter == PolicyKind::from(Strategy::Gcra).letter() && !span.is_empty() {
         let quota: Quota = span.parse().ok()?;
         Policy::new(name, Strategy::Gcra, quota).ok()?.of_pauses()
+    } else if letter == OF_WINDOWS && Calendar::is_span(span) {
+        let strategy = Strategy::FixedWindow(Align::Calendar(Calendar::of_key()));
+        Policy::new(name, strategy, ANY).ok()?.with_span(span)
     } else {
         let (strategy, quota) = read_span(letter, span)?;
         Policy::new(name, strategy, quota).ok()?
@@ -107,7 +110,10 @@ fn quota_of(limit: i64, period: i64) -> Option<Quota> {
     Some(Quota::per(limit, period))
 }
 
-/// The quota of a bucket, which is not in its key.
+/// The letter of fixed windows.
+const OF_WINDOWS: &str = PolicyKind::Rate(Strategy::FixedWindow(Align::FirstHit)).letter();
+
+/// The quota of a bucket or of a calendar, which is not in its key.
 const ANY: Quota = Quota::per_second(1);
 
 fn read_span(letter: &str, span: &str) -> Option<(Strategy, Quota)> {
@@ -126,10 +132,6 @@ fn read_span(letter: &str, span: &str) -> Option<(Strategy, Quota)> {
 }
 
 fn read_fixed_window(span: &str) -> Option<(Strategy, Quota)> {
-    if let Some(calendar) = Calendar::of_span(span) {
-        let strategy = Strategy::FixedWindow(Align::Calendar(calendar));
-        return Some((strategy, calendar.quota(1)));
-    }
     let (period, align) = match span.split_once('+') {
         None => (span, Align::default()),
         Some((period, "hit")) => (period, Align::FirstHit),
@@ -184,10 +186,11 @@ mod tests {
             ("o", "1m/10"),
             ("f", "1m+60s"),
             ("f", "1m+"),
-            ("f", "month-01"),
-            ("f", "month@UTC"),
-            ("f", "month@+02"),
-            ("f", "week-monday"),
+            ("f", "month-15"),
+            ("f", "calendar"),
+            ("f", "@"),
+            ("f", "@a:b"),
+            ("o", "month"),
             ("w", "1m/010"),
             ("w", "1m"),
             ("s", "1m"),

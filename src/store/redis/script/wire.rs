@@ -161,7 +161,8 @@ pub(crate) const fn kind_number(kind: PolicyKind) -> u8 {
 pub(crate) fn arguments(policy: &Policy, clock: i64) -> [i64; 4] {
     let params = policy.params();
     if let Some(calendar) = params.calendar {
-        let [start, between, end] = calendar.borders(clock);
+        // Without borders, no time is within them.
+        let [start, between, end] = calendar.borders(clock).unwrap_or([0; 3]);
         return [params.capacity, start, between, end];
     }
     match params.frees {

@@ -332,6 +332,9 @@ impl SharedStore {
         if let Some(verdicts) = self.denials.verdicts(&check) {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
+        if let Err(error) = check.prepare(|| self.clock.micros_at(instant())) {
+            return Answer::ready(Err(error));
+        }
         let partition = self.topology.partition(check.key());
         let giver = if check.gives_room() {
             Some(*check.key())

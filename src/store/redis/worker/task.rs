@@ -261,20 +261,8 @@ impl Worker {
             batch.set_clocks(&outside, &inner.clock);
             let calls: SmallVec<[&ScriptCall; 1]> =
                 outside.iter().map(|(i, _)| &batch.calls()[*i]).collect();
-            match connection.run(&calls, timeout).await {
-                Ok(again) => {
-                    for ((i, _), reply) in outside.into_iter().zip(again) {
-                        replies[i] = reply;
-                    }
-                }
-                // The other calls were decided.
-                Err(error) if outside.len() < replies.len() => {
-                    for (i, _) in outside {
-                        replies[i] = Err(lost(&error));
-                    }
-                }
-                Err(error) => return Err(error),
-            }
+            let again = connection.run(&calls, timeout).await;
+            replies = merged(replies, &outside, again)?;
         }
         for (call, reply) in batch.calls().iter().zip(&replies) {
             // The server was a master when the connection was made. A new connection finds the present one.
@@ -500,10 +488,67 @@ impl Batch {
             self.calls[i].clock = at;
             clock.set(at);
         }
+        for job in &self.jobs {
+            // An invalid window has no borders, so the script decides nothing again.
+            let _ = job.check.prepare(|| clock.micros_at(instant()));
+        }
     }
 
     /// The checks and the calls.
     fn parts(&mut self) -> (&mut Vec<Job>, &[ScriptCall]) {
         (&mut self.jobs, &self.calls[..self.len])
+    }
+}
+
+/// Replaces the replies of the calls `outside` of a calendar's borders, which have decided nothing, by the replies of the second
+/// attempt. If that fails, the other calls were decided nevertheless.
+fn merged(
+    mut replies: Replies,
+    outside: &[(usize, i64)],
+    again: Result<Replies, StoreError>,
+) -> Result<Replies, StoreError> {
+    match again {
+        Ok(again) => {
+            for (&(call, _), reply) in outside.iter().zip(again) {
+                replies[call] = reply;
+            }
+        }
+        Err(error) if outside.len() == replies.len() => return Err(error),
+        Err(error) => {
+            for &(call, _) in outside {
+                replies[call] = Err(lost(&error));
+            }
+        }
+    }
+    Ok(replies)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In a cluster, a master decides the calls of several partitions.
+    #[test]
+    fn a_failed_second_attempt_keeps_other_replies() {
+        let replies = |numbers: &[i64]| -> Replies {
+            let mut replies = Replies::new();
+            for number in numbers {
+                replies.push(Ok(Value::Int(*number)));
+            }
+            replies
+        };
+        let numbers = |replies: Replies| -> Vec<Option<Value>> {
+            replies.into_iter().map(Result::ok).collect()
+        };
+        let failed = || Err(StoreError::new(ErrorKind::Timeout));
+        let number = |number| Some(Value::Int(number));
+        let one = [(1, 7)];
+        let kept = merged(replies(&[1, 2, 3]), &one, failed()).unwrap();
+        assert_eq!(numbers(kept), [number(1), None, number(3)]);
+        let decided = merged(replies(&[1, 2, 3]), &one, Ok(replies(&[9]))).unwrap();
+        assert_eq!(numbers(decided), [number(1), number(9), number(3)]);
+        let all = [(0, 7), (1, 7)];
+        let error = merged(replies(&[1, 2]), &all, failed()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
     }
 }
