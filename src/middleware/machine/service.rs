@@ -153,11 +153,15 @@ pin_project! {
         // permit, such as `ConcurrencyLimit`'s.
         Answered {
             // `None` once it is returned.
-            result: Option<Result<T::Response, P::Error<T::Error>>>,
+            result: Option<ServiceResult<T, P, Req>>,
             grant: Grant<S::Future>,
         },
     }
 }
+
+/// What the caller of a service gets.
+type ServiceResult<T, P, Req> =
+    Result<<T as Service<Req>>::Response, <P as Protocol<Req>>::Error<<T as Service<Req>>::Error>>;
 
 /// A request that waits for its decision, and the service for it.
 struct HeldRequest<T, S, P: Protocol<Req>, Req> {
@@ -211,7 +215,7 @@ where
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         name: &'static str,
-    ) -> Poll<Result<T::Response, P::Error<T::Error>>> {
+    ) -> Poll<ServiceResult<T, P, Req>> {
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
