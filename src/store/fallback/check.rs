@@ -496,7 +496,7 @@ fn is_for_block(check: &Check) -> bool {
 /// it from a block.
 fn timed(check: &Check) -> Check {
     let mut check = check.clone();
-    check.sending_mut().is_timed = true;
+    check.sending_mut().sender_limits_time = true;
     check
 }
 

@@ -600,7 +600,7 @@ impl Job {
     /// Whether it must not be sent: the caller has dropped the future, or the timeout has passed.
     pub(super) fn is_late(&self, now: Instant, timeout: Duration) -> bool {
         // A fallback withdraws its checks itself: it knows whether the runtime was late.
-        let has_timeout = !self.check.sending().is_timed;
+        let has_timeout = !self.check.sending().sender_limits_time;
         let age = now.saturating_duration_since(self.since);
         self.is_abandoned() || has_timeout && age > timeout
     }
