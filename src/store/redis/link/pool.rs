@@ -86,8 +86,8 @@ struct Streak {
 }
 
 impl Backoff {
-    /// Number of failures that cause no delay. The same number opens the breaker of a fallback, so
-    /// the fallback's first probe is not delayed.
+    /// Number of failures that cause no delay. By default, the same number opens the breaker of a
+    /// [`Fallback`](crate::Fallback), so that its first probe is not delayed.
     const FREE_FAILURES: u32 = 3;
     /// Minimum delay; the maximum is twice as long.
     const SHORTEST: Duration = Duration::from_millis(50);
