@@ -932,7 +932,7 @@ impl<D> Grant<D> {
         let Some(charge) = &self.charge else {
             return;
         };
-        if let Some(settled) = charge.charges().settle(settlement)
+        if let Some(settled) = charge.charges().apply_rule(settlement)
             && settled.cost != settled.reserved
             && let Some(decision) = self.decision.take()
         {

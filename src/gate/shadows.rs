@@ -102,7 +102,7 @@ impl<D> Shadows<D> {
         if let Some(charge) = &self.reporter.charge
             && counted_by == key
         {
-            charge.charges().reserves(check.cost());
+            charge.charges().set_reserved(check.cost());
         }
         let mut question = gate.question(&check, id);
         question.slot = gate.hold(&check);
