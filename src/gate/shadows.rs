@@ -140,7 +140,7 @@ impl Reporter {
         question: &mut Question,
         answer: Result<Decision, StoreError>,
     ) -> Option<Decision> {
-        question.answered(&answer);
+        question.pass_to_slot(&answer);
         let Question { cost, since, .. } = *question;
         if self.notifier.is_notified(&answer) {
             self.notifier
