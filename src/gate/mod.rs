@@ -15,10 +15,12 @@
 //! | `extract`, `missing` | the key of a request, or the reason for a missing key |
 //! | `select` | what finds the policies of a request |
 //! | `blocking` | blocked callers, and the denials that block them |
-//! | `settings` | the plain settings of a layer |
+//! | `settings` | the plain settings of a layer, such as [`OnError`] |
 //! | `wait` | how long requests wait in a queue instead of being denied |
 //! | `shadows` | checks that are not enforced |
 //! | `notifier` | reports of decisions and misconfigurations to the observer |
+//!
+//! The tests use it through the layers: `tests/layer`, `tests/policies`, `tests/calls`, `tests/waiting` and the other features.
 //!
 //! **Dry runs and shadows** never reject. [`Grant::try_shadows`] sends their checks after the
 //! request is admitted. The checks run concurrently with the inner call, and belong to the grant. A
@@ -347,7 +349,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // Before the check is sent: a request that is dropped before the reply must release its slot.
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
-            Answer::Ready { answer } => self.answered(request, question, answer),
+            Answer::Ready { answer } => self.on_reply(request, question, answer),
             Answer::Pending { future } => {
                 let question = Some(question);
                 Admission::Undecided(Pending::Asked { future, question })
@@ -441,13 +443,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
     /// Admits or rejects a request by the store's reply. If the layer has queues, a denied request
     /// waits.
     #[inline]
-    fn answered(
+    fn on_reply(
         &self,
         request: &R,
         mut question: Question,
         answer: Result<Decision, StoreError>,
     ) -> Admission<S::Future> {
-        question.answered(&answer);
+        question.pass_to_slot(&answer);
         if let Some((max, queues)) = &self.wait
             && let Ok(decision) = &answer
             && question.must_queue(decision)
@@ -480,18 +482,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
     ) -> Admission<S::Future> {
         let take = Check::take(question.key, policies, question.cost);
         let mut within = max;
-        if let Some(patience_of) = self.settings.patience
-            && let Some(patience) = patience_of(request)
+        if let Some(wait_of) = self.settings.client_wait
+            && let Some(wait) = wait_of(request)
         {
-            within = within.min(patience);
+            within = within.min(wait);
         }
         match queues.join(&take, instant().checked_add(within), denied) {
             Ok(acquire) => Admission::Undecided(Pending::Queued {
                 acquire: Box::new(acquire),
                 question: Some(question),
             }),
-            Err(refusal) => Admission::Decided(
-                self.conclude_without_permit(request, question, policies, refusal),
+            Err(no_permit) => Admission::Decided(
+                self.conclude_without_permit(request, question, policies, no_permit),
             ),
         }
     }
@@ -527,17 +529,17 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         mut question: Question,
         policies: &Policies,
-        refusal: NoPermit,
+        no_permit: NoPermit,
     ) -> Admitted<S::Future> {
-        if let NoPermit::Full(denied) = refusal {
+        if let NoPermit::Full(denied) = no_permit {
             // The store may allow it, so this is no strike.
             return self.deny(&question, denied);
         }
-        let answer = refusal.into_answer();
-        if answer.is_err() && self.settings.on_error == OnError::Allow {
+        let answer = no_permit.into_answer();
+        if answer.is_err() && self.settings.on_error.passes_undecided() {
             // The request passes uncounted. The renewals take its slot.
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
-            question.answered(&answer);
+            question.pass_to_slot(&answer);
         }
         self.conclude(request, question, None, answer)
     }
@@ -579,7 +581,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 }
                 return Err(Refusal::Denied(denied));
             }
-            Err(error) if self.settings.on_error == OnError::Reject => {
+            Err(error) if !self.settings.on_error.passes_undecided() => {
                 return Err(Refusal::Unavailable(error));
             }
             Err(_) => {
@@ -721,7 +723,8 @@ impl<R> fmt::Debug for Selector<R> {
     }
 }
 
-/// Creates fresh `Arc`s where requests clone them, to avoid contention.
+/// Creates fresh `Arc`s where requests clone them, to avoid contention: each thread uses a copy of a
+/// layer's settings, see `util/copies.rs`. Any state that decides requests must be shared.
 impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {
@@ -765,7 +768,7 @@ struct Question {
 /// The turn of a request, if others may wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
-    /// No other request waits.
+    /// No other request waits: its turn is now.
     Next,
     /// Others wait, so it may pass them only if it repeats an id. Its check is a peek.
     OnlyIfRepeated,
@@ -783,7 +786,7 @@ impl Question {
 
     /// Passes the store's reply to the in-flight slot.
     #[inline]
-    fn answered(&mut self, answer: &Result<Decision, StoreError>) {
+    fn pass_to_slot(&mut self, answer: &Result<Decision, StoreError>) {
         if let Some(slot) = &mut self.slot {
             slot.on_reply(answer.as_ref());
         }
@@ -856,7 +859,7 @@ impl<D> Pending<D> {
             let Some(question) = question.take() else {
                 polled_after_completion("Pending");
             };
-            match gate.answered(request, question, answer) {
+            match gate.on_reply(request, question, answer) {
                 Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
                 Admission::Undecided(queued) => self.set(queued),
             }
@@ -871,7 +874,7 @@ impl<D> Pending<D> {
         let policies = acquire.policies();
         Poll::Ready(Ok(match turn {
             Ok(permit) => gate.conclude_turn(request, question, policies, permit),
-            Err(refusal) => gate.conclude_without_permit(request, question, policies, refusal),
+            Err(no_permit) => gate.conclude_without_permit(request, question, policies, no_permit),
         }))
     }
 }
@@ -932,7 +935,7 @@ impl<D> Grant<D> {
         let Some(charge) = &self.charge else {
             return;
         };
-        if let Some(settled) = charge.charges().settle(settlement)
+        if let Some(settled) = charge.charges().apply_rule(settlement)
             && settled.cost != settled.reserved
             && let Some(decision) = self.decision.take()
         {

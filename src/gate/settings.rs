@@ -44,7 +44,7 @@ settings! {
     /// The cost of a request under its policies.
     cost: Option<Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>>,
     /// The time for which the client waits for a response, if the request states it.
-    patience: Option<fn(&R) -> Option<Duration>>,
+    client_wait: Option<fn(&R) -> Option<Duration>>,
     /// The id under which a request is charged once. Returns `None` if each repetition is charged.
     id: Option<Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>>,
     on_error: OnError,
@@ -71,6 +71,16 @@ pub enum OnError {
     Reject,
     /// Admit the request, uncounted.
     Allow,
+}
+
+impl OnError {
+    /// Returns `true` if a request passes that no store could decide.
+    pub(super) const fn passes_undecided(self) -> bool {
+        match self {
+            Self::Reject => false,
+            Self::Allow => true,
+        }
+    }
 }
 
 words!(OnError, "answer to an error": Reject = "reject", Allow = "allow");

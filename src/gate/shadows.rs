@@ -102,7 +102,7 @@ impl<D> Shadows<D> {
         if let Some(charge) = &self.reporter.charge
             && counted_by == key
         {
-            charge.charges().reserves(check.cost());
+            charge.charges().set_reserved(check.cost());
         }
         let mut question = gate.question(&check, id);
         question.slot = gate.hold(&check);
@@ -140,7 +140,7 @@ impl Reporter {
         question: &mut Question,
         answer: Result<Decision, StoreError>,
     ) -> Option<Decision> {
-        question.answered(&answer);
+        question.pass_to_slot(&answer);
         let Question { cost, since, .. } = *question;
         if self.notifier.is_notified(&answer) {
             self.notifier

@@ -39,8 +39,8 @@ impl Wait {
         Self {
             max,
             bounds: Bounds {
-                each: Self::PER_CALLER,
-                all: Self::IN_ALL,
+                per_caller: Self::PER_CALLER,
+                total: Self::IN_ALL,
             },
         }
     }
@@ -49,7 +49,7 @@ impl Wait {
     /// is denied immediately. Defaults to 100.
     #[must_use]
     pub const fn per_caller(mut self, requests: NonZeroUsize) -> Self {
-        self.bounds.each = requests.get();
+        self.bounds.per_caller = requests.get();
         self
     }
 
@@ -58,7 +58,7 @@ impl Wait {
     /// [`per_caller`](Self::per_caller) leave no place for others.
     #[must_use]
     pub const fn total(mut self, requests: NonZeroUsize) -> Self {
-        self.bounds.all = requests.get();
+        self.bounds.total = requests.get();
         self
     }
 }

@@ -52,11 +52,11 @@ impl Block {
     pub(super) fn take(
         &mut self,
         check: Check,
-        now: &impl Fn() -> Instant,
+        clock: &impl Fn() -> Instant,
     ) -> Result<Decision, Check> {
         let left = self.left;
         self.left = left.saturating_sub(check.cost());
-        let now = now();
+        let now = clock();
         if self.is_expired(now) {
             self.left = left;
             return Err(check);
@@ -75,7 +75,8 @@ impl Block {
     }
 
     /// Returns the refund of the unspent rest. In a refilling quota, the spent part drains first, up to the amount that
-    /// can have drained by `now`: a spent part that is refunded later already deducts what drains until then.
+    /// can have drained by `now`: a spent part that is refunded later already deducts what drains until then. For example, of
+    /// 10 charged units 4 are left and 3 have drained: it refunds 4 of a charge of 7.
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let policies = self.charge.decision().policies();
         let drained = min_drained_in(policies, self.charge.age(now));

@@ -8,7 +8,7 @@ use crate::util::{Clock, Digest};
 /// Only one check in [`BUSY_CHECKS`] reads a clock, because most callers are not busy and pay nothing else. A cell counts the
 /// checks of the callers that share it and stores the time of its last full count. An idle caller that shares a cell with a
 /// busy one may be detected as busy: it gets a block, which is refunded unspent.
-pub(super) struct BusyCallers {
+pub(super) struct BusyDetector {
     /// The time of the last full count in microseconds, a multiple of [`BUSY_CHECKS`], plus the number of checks since.
     cells: Box<[AtomicU64]>,
     clock: Clock,
@@ -18,7 +18,7 @@ const CELLS: usize = 1 << 16;
 /// Minimum number of checks within a lease time of a busy caller. With fewer, a block saves less than it costs.
 pub(super) const BUSY_CHECKS: u32 = 8;
 
-impl BusyCallers {
+impl BusyDetector {
     pub(super) fn new() -> Self {
         Self {
             cells: (0..CELLS).map(|_| AtomicU64::new(0)).collect(),

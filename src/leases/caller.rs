@@ -22,12 +22,23 @@ pub(super) struct BusyCaller {
     in_progress: Option<watch::Receiver<()>>,
     /// The next block is requested when no more than this is left.
     low_watermark: u32,
-    /// The remaining quota in the last reply; 0 after a failed request. `None` before the first reply.
-    remaining_quota: Option<u32>,
+    remaining_quota: RemainingQuota,
     /// Units requested by checks since the last request for a block.
     demand: u32,
     /// Number of consecutive replies that took longer than a quarter of the lease time.
     slow_replies: u32,
+}
+
+/// The remaining quota of a caller, as far as its last request has shown it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RemainingQuota {
+    /// No request was replied to.
+    Unknown,
+    /// The request failed, or its block came too late to be spent. The next request is for one unit, and no check waits for
+    /// it.
+    NoBlock,
+    /// By the reply.
+    Units(u32),
 }
 
 /// The wait of a check for the requested block.
@@ -63,7 +74,7 @@ impl BusyCaller {
             requested_at: now,
             in_progress: None,
             low_watermark: 0,
-            remaining_quota: None,
+            remaining_quota: RemainingQuota::Unknown,
             demand: 0,
             slow_replies: 0,
         }
@@ -82,13 +93,13 @@ impl BusyCaller {
     pub(super) fn spend(
         &mut self,
         mut check: Check,
-        now: &impl Fn() -> Instant,
+        clock: &impl Fn() -> Instant,
         ended: &mut Vec<Block>,
     ) -> Result<Decision, Check> {
         let cost = check.cost();
         while let Some(index) = self.blocks.iter().position(|block| block.left >= cost) {
             let block = &mut self.blocks[index];
-            match block.take(check, now) {
+            match block.take(check, clock) {
                 Ok(decision) => {
                     if block.left == 0 {
                         ended.push(self.blocks.remove(index));
@@ -105,8 +116,7 @@ impl BusyCaller {
     }
 
     /// Returns the next request for a block, if one is due after a check: for the expected demand in half a lease time,
-    /// and at least for the demand since the last request. The first request is for one unit, since its reply reports the
-    /// remaining quota.
+    /// and at least for the demand since the last request. If the maximum is 0, the request is for one unit.
     pub(super) fn next_request(
         &mut self,
         clock: &impl Fn() -> Instant,
@@ -119,7 +129,7 @@ impl BusyCaller {
         let max_size = self.max_block_size(instances);
         let elapsed = now.saturating_duration_since(self.requested_at);
         // With little quota left, or a failing store, each check would send a request.
-        let has_little = self.remaining_quota.is_some() && max_size < MIN_DEMAND;
+        let has_little = self.remaining_quota != RemainingQuota::Unknown && max_size < MIN_DEMAND;
         if has_little && elapsed < self.lease / 4 {
             return None;
         }
@@ -129,7 +139,11 @@ impl BusyCaller {
         if expected < MIN_DEMAND {
             return None;
         }
-        let size = expected.max(self.demand).min(max_size).max(1);
+        let size = match max_size {
+            // The reply reports the remaining quota.
+            0 => 1,
+            max => expected.max(self.demand).min(max),
+        };
         let (sender, receiver) = watch::channel(());
         self.in_progress = Some(receiver);
         self.requested_at = now;
@@ -196,12 +210,12 @@ impl BusyCaller {
             0
         };
         let is_too_short = self.slow_replies >= MAX_SLOW_REPLIES;
-        self.remaining_quota = Some(match &block {
+        self.remaining_quota = match &block {
             // If the lease time is too short, a block that comes too late is worth no wait.
-            Some(block) if is_too_short && block.is_expired(now) => 0,
-            Some(block) => block.charge.decision().remaining(),
-            None => 0,
-        });
+            Some(block) if is_too_short && block.is_expired(now) => RemainingQuota::NoBlock,
+            Some(block) => RemainingQuota::Units(block.charge.decision().remaining()),
+            None => RemainingQuota::NoBlock,
+        };
         if let Some(block) = block
             && block.left > 0
         {
@@ -238,8 +252,11 @@ impl BusyCaller {
         self.in_progress.is_some() || now < self.requested_at + self.lease * MAX_IDLE_LEASES
     }
 
-    /// Maximum size of a block: half of an equal share of the remaining quota.
+    /// Maximum size of a block: half of an equal share of the remaining quota. 0 before a reply has shown it.
     fn max_block_size(&self, instances: u32) -> u32 {
-        self.remaining_quota.unwrap_or(0) / instances.saturating_mul(2)
+        match self.remaining_quota {
+            RemainingQuota::Unknown | RemainingQuota::NoBlock => 0,
+            RemainingQuota::Units(units) => units / instances.saturating_mul(2),
+        }
     }
 }

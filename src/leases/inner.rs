@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::block::Block;
-use super::busy::BusyCallers;
+use super::busy::BusyDetector;
 use super::caller::{BlockRequest, BusyCaller};
 use super::future::LeasedFuture;
 use super::leasable::{is_leasable, lease_time, of_block};
@@ -29,7 +29,7 @@ pub(super) struct SharedLeases<S: Store> {
     pub(super) max_callers: NonZeroUsize,
     /// The time that the store allows for a check. No check waits longer for blocks.
     pub(super) deadline: Duration,
-    busy: BusyCallers,
+    detector: BusyDetector,
     pub(super) shards: Shards<BusyShard>,
     /// Created at its first use, when the observer is set.
     queue: OnceLock<OpQueue>,
@@ -72,7 +72,7 @@ impl<S: Store> SharedLeases<S> {
             share,
             max_callers,
             deadline,
-            busy: BusyCallers::new(),
+            detector: BusyDetector::new(),
             shards: Shards::new(
                 MAX_SHARDS.min(max_callers.get() / MIN_CALLERS_PER_SHARD),
                 |_| Mutex::default(),
@@ -119,8 +119,12 @@ impl<S: Store> SharedLeases<S> {
                 // The store drops the charge, so there is nothing to refund.
                 let dropped = lock(shard).remove(&digest);
                 for block in dropped.into_iter().flat_map(|caller| caller.blocks) {
-                    let charged = block.charge.cost().into();
-                    self.notify(event::EndedBlock::new(charged, 0, block.left.into()));
+                    self.notify(event::EndedBlock {
+                        charged: block.charge.cost().into(),
+                        refunded: 0,
+                        expired: block.left.into(),
+                        lost: 0,
+                    });
                 }
             }
             _ => {}
@@ -149,7 +153,7 @@ impl<S: Store> SharedLeases<S> {
         waited_until: Option<Instant>,
     ) -> Answer<LeasedFuture<S>> {
         let is_first_try = waited_until.is_none();
-        let is_busy = is_first_try && self.busy.count_check(digest, lease);
+        let is_busy = is_first_try && self.detector.count_check(digest, lease);
         if self.is_shut_down.load(Relaxed) {
             return self.send(check);
         }
@@ -246,8 +250,10 @@ impl<S: Store> SharedLeases<S> {
             && !error.is_not_sent()
         {
             self.notify(event::EndedBlock {
+                charged: 0,
+                refunded: 0,
+                expired: 0,
                 lost: request.size.into(),
-                ..event::EndedBlock::new(0, 0, 0)
             });
         }
         let mut ended = vec![];
@@ -276,8 +282,12 @@ impl<S: Store> SharedLeases<S> {
             let now = instant();
             let left = u64::from(block.left);
             let expired = if block.is_expired(now) { left } else { 0 };
-            let charged = block.charge.cost().into();
-            self.notify(event::EndedBlock::new(charged, left - expired, expired));
+            self.notify(event::EndedBlock {
+                charged: block.charge.cost().into(),
+                refunded: left - expired,
+                expired,
+                lost: 0,
+            });
             if left > 0 {
                 let awaited = self.awaited.subscribe();
                 self.queue()

@@ -23,7 +23,7 @@ pub(crate) fn has_lease(policies: &Policies) -> bool {
 #[inline]
 pub(crate) fn is_leasable(check: &Check) -> bool {
     let takes = check.mode() == Mode::Take && check.cost() > 0;
-    let is_plain = check.extra().is_none() && !check.sending().is_timed;
+    let is_plain = check.extra().is_none() && !check.sending().sender_limits_time;
     takes && is_plain && lease_time(check.policies()).is_some()
 }
 
@@ -40,6 +40,6 @@ pub(crate) fn without_block(check: Check) -> Check {
 /// that of the lease.
 pub(super) fn of_block(check: Check) -> Check {
     let mut check = check.with_extra(Extra::Block);
-    check.sending_mut().is_timed = true;
+    check.sending_mut().sender_limits_time = true;
     check
 }

@@ -10,7 +10,8 @@
 //! | `inner` | all busy callers; requests blocks and refunds unspent quota, off the request path |
 //! | `future` | the decision on a check, which may wait for a block |
 //!
-//! Blocks are kept in this process only; the store has already counted them as charges.
+//! Blocks are kept in this process only; the store has already counted them as charges. Stores count with
+//! the [`quota`](crate::Policy::quota) of a leased policy, which is tighter than the configured one, `Policy::stated`.
 //!
 //! - **Lost reply.** A block whose reply is lost may have been charged. It is neither spent nor refunded, but reported
 //!   as lost, and counts in the store until it expires.
@@ -219,6 +220,7 @@ impl<S: Store> Hooks for Leased<S> {
         self.inner.store.backend().waiters()
     }
 
+    // Blocked callers, which have nothing to do with leased blocks.
     fn blocks(&self) -> Option<Blocks> {
         self.inner.store.backend().blocks()
     }
@@ -269,6 +271,7 @@ impl<S: Store> Hooks for Leased<S> {
 impl<S: Store> Withdraw<LeasedFuture<S>> for Leased<S> {
     fn withdraw(&self, future: Pin<&mut LeasedFuture<S>>) -> bool {
         let this = future.project();
+        // Nothing was sent while it waits for a block.
         this.waiting.is_some()
             || this
                 .sent

@@ -42,7 +42,7 @@ pub(crate) struct Sending {
     pub(crate) by: SentBy,
     /// Whether the sender limits the time of the check itself, as a [`Fallback`](crate::Fallback) and a
     /// [`Leased`](crate::Leased) store do.
-    pub(crate) is_timed: bool,
+    pub(crate) sender_limits_time: bool,
 }
 
 /// The sender of a check.
@@ -186,7 +186,7 @@ impl Check {
             cost,
             sending: Sending {
                 by: SentBy::Request,
-                is_timed: false,
+                sender_limits_time: false,
             },
             slot,
             extra: None,

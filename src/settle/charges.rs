@@ -161,7 +161,7 @@ impl RequestCharges {
 
     /// Sets the reserved cost when a dry run sends its check. The grant is [added](Self::add) after
     /// the reply.
-    pub(crate) fn reserves(&self, cost: u32) {
+    pub(crate) fn set_reserved(&self, cost: u32) {
         self.reserved.store(cost, Relaxed);
     }
 
@@ -180,13 +180,15 @@ impl RequestCharges {
 
     /// Applies the layer's rule, which has seen the head of the response. Either settles
     /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
-    /// if the rule determines it and something is reserved there.
-    pub(crate) fn settle(&self, settlement: Settlement) -> Option<SettledCost> {
+    /// if the rule determines it and something is reserved there. After an immediate settlement, a
+    /// second rule settles nothing.
+    pub(crate) fn apply_rule(&self, settlement: Settlement) -> Option<SettledCost> {
         let mut state = lock(&self.state);
         state.settlement = settlement;
         let reserved = self.reserved();
         let cost = settlement.cost_at_head(reserved)?;
-        // Taken, since the drop of the charges would settle them again.
+        // Taken, since the drop of the charges would settle them again. The default that is left enforces nothing, so the
+        // handler cannot reserve more.
         let unsettled = std::mem::take(&mut state.unsettled);
         let extra = self.extra.swap(0, Relaxed);
         // A local store settles in this call, and notifies the user's observer.
@@ -387,7 +389,7 @@ impl Unsettled {
 /// Splits the cost of a request over its first reservation and the additions to it. `expired` is the cost of the additions
 /// that can no longer be refunded. Returns the charges, newest first, each with the part of the cost that replaces it.
 ///
-/// The newest are refunded first, since all of them still counts. A missing cost is charged with the newest.
+/// The newest are refunded first, since they are the last to drain or expire. A missing cost is charged with the newest.
 fn split(first: Charge, extra: Vec<Charge>, expired: u32, cost: u32) -> Vec<(Charge, u32)> {
     let mut reserved = first.cost().saturating_add(expired);
     for charge in &extra {
@@ -412,7 +414,7 @@ fn split(first: Charge, extra: Vec<Charge>, expired: u32, cost: u32) -> Vec<(Cha
     parts
 }
 
-/// Charges the caller `cost` instead of a charge: refunds the rest, or charges the missing part.
+/// Replaces one charge of a request by its part of the cost: refunds the rest, or charges the missing part.
 fn settle(charge: &Charge, cost: u32, ops: &OpQueue) {
     let reserved = charge.cost();
     match cost.cmp(&reserved) {

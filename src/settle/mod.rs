@@ -7,6 +7,9 @@
 //! the end of its body, an error, a panic, a timeout, or a client that disconnects.
 //!
 //! **No request waits.** A queue sends charges and refunds off the request path.
+//!
+//! **Reports.** A settlement makes no event. The queue reports an operation that it gives up as
+//! [`Failed`](crate::observe::event::Failed).
 
 mod charges;
 mod request_cost;

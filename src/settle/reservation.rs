@@ -104,21 +104,21 @@ impl Reservation {
     /// Charges `cost` instead of the reserved cost: the rest is refunded, or the missing part is
     /// [charged](crate::check::Check::charge) even beyond the limit.
     pub fn settle(self, cost: u32) {
-        self.charges.settle(Settlement::Cost(cost));
+        self.charges.apply_rule(Settlement::Cost(cost));
     }
 
     /// Keeps the charge as reserved.
     pub fn keep(self) {
-        self.charges.settle(Settlement::Keep);
+        self.charges.apply_rule(Settlement::Keep);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // A counted cost is charged when the charges are dropped. After `settle` or `keep`, nothing
-        // is left to refund.
+        // A counted cost is charged when the charges are dropped. This also runs after `settle` and
+        // `keep`, which leave nothing to refund.
         if self.charges.counted().is_none() {
-            self.charges.settle(Settlement::Refund);
+            self.charges.apply_rule(Settlement::Refund);
         }
     }
 }

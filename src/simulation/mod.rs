@@ -35,7 +35,7 @@ use fastrand::Rng;
 
 use crate::limit::{Check, Decision, Frees, Key, Policy, Source};
 
-pub(crate) use self::leases::{Blocks, World, check_spent};
+pub(crate) use self::leases::{BlockTotals, World, check_spent};
 use self::log::{Log, shown, verdict};
 
 /// Default number of seeds per test run.

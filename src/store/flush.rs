@@ -22,7 +22,7 @@ pub(crate) async fn flush(store: &impl Store, own: Option<&OpQueue>) -> bool {
     let since = instant();
     // Kept until the end: a queue that is dropped with its layer takes its count of lost operations with it.
     let queues = match store.backend().waiters() {
-        Some(waiters) => waiters.queues(),
+        Some(waiters) => waiters.op_queues(),
         None => own.cloned().into_iter().collect(),
     };
     let lost_before = lost(&queues);

@@ -283,7 +283,7 @@ pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -
     };
     let queue = OpQueue::new(send_check, observer);
     if let Some(waiters) = waiters {
-        waiters.add_queue(&queue);
+        waiters.add_op_queue(&queue);
     }
     queue
 }

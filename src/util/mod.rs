@@ -18,7 +18,7 @@ pub(crate) use clock::{Clock, instant, unix_time};
 pub(crate) use copies::{Copies, OwnCount, own_list};
 pub(crate) use jitter::{jittered, random};
 pub(crate) use once::OnceFlag;
-pub(crate) use patience::{Notice, Patient, patient};
+pub(crate) use patience::{NoOutput, Patient, patient};
 pub(crate) use seed::RandomState;
 #[cfg(test)]
 pub(crate) use seed::Seed;

@@ -11,7 +11,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::instant;
 
 pin_project! {
-    /// Resolves to the output of a future, or to a [`Notice`] at the end of a wait.
+    /// Resolves to the output of a future, or to the reason for [none](NoOutput) at the end of a wait.
     ///
     /// While handlers keep the threads of a runtime, its timers are noticed late. The reply may have arrived long before,
     /// but the task that reads it waits for a thread too, even if this task happens to be in time. So the wait is divided
@@ -35,13 +35,13 @@ pin_project! {
     }
 }
 
-/// How the end of a wait was noticed.
+/// Why a wait has ended without an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Notice {
-    /// The runtime was in time for as long as the wait: the future has no output.
-    InTime,
+pub(crate) enum NoOutput {
+    /// The time is up, and the runtime was in time for as long as the wait.
+    TimeUp,
     /// The runtime was late. The future may have an output as soon as the runtime has time for it.
-    Late,
+    RuntimeLate,
 }
 
 /// Number of looks in a wait.
@@ -79,7 +79,7 @@ impl<F: Future> Patient<F> {
     }
 
     /// Resolves at the next look: to `None` if another one follows.
-    fn poll_look(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Notice>> {
+    fn poll_look(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<NoOutput>> {
         let mut this = self.project();
         let Some(end) = *this.end else {
             return Poll::Pending;
@@ -106,10 +106,10 @@ impl<F: Future> Patient<F> {
             return Poll::Ready(None);
         }
         if !*this.was_late || *this.in_time >= LOOKS {
-            return Poll::Ready(Some(Notice::InTime));
+            return Poll::Ready(Some(NoOutput::TimeUp));
         }
         if *this.graces_left == 0 {
-            return Poll::Ready(Some(Notice::Late));
+            return Poll::Ready(Some(NoOutput::RuntimeLate));
         }
         *this.graces_left -= 1;
         timer.reset(now + *this.pause);
@@ -118,7 +118,7 @@ impl<F: Future> Patient<F> {
 }
 
 impl<F: Future> Future for Patient<F> {
-    type Output = Result<F::Output, Notice>;
+    type Output = Result<F::Output, NoOutput>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut end = None;
@@ -127,8 +127,8 @@ impl<F: Future> Future for Patient<F> {
             if let Poll::Ready(output) = self.as_mut().future().poll(cx) {
                 return Poll::Ready(Ok(output));
             }
-            if let Some(notice) = end {
-                return Poll::Ready(Err(notice));
+            if let Some(reason) = end {
+                return Poll::Ready(Err(reason));
             }
             end = ready!(self.as_mut().poll_look(cx));
         }

@@ -82,7 +82,8 @@ struct SharedQueues {
     observe: Box<Observe>,
     waiters: Option<Waiters>,
     queues: Mutex<Queues>,
-    /// Number of waiting requests. While it is 0, others skip the lock.
+    /// Number of waiting requests. Each counts until its [`Acquire`] has received the answer or is dropped, even if the task
+    /// has removed its waiter. While it is 0, others skip the lock.
     waiting: AtomicUsize,
 }
 
@@ -93,18 +94,18 @@ type BoxedReply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Se
 
 #[derive(Default)]
 struct Queues {
-    each: HashMap<QueueId, Queue>,
-    /// Number of waiting requests of each caller.
+    by_id: HashMap<QueueId, Queue>,
+    /// Number of waiting requests of each caller, counted in the same way.
     callers: HashMap<Key, usize>,
     /// The number of the newest waiter.
     last: u64,
 }
 
-/// Maximum numbers of waiters: of one caller, and in all.
+/// Maximum numbers of waiting requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bounds {
-    pub(crate) each: usize,
-    pub(crate) all: usize,
+    pub(crate) per_caller: usize,
+    pub(crate) total: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -113,16 +114,17 @@ struct QueueId {
     key: Key,
     /// A hash of the policies with their quotas, so that a replaced quota gets a separate queue.
     policies: u64,
-    reserves: Reserves,
+    takes: Takes,
 }
 
-/// Whether the store can reserve turns for the waiters of a queue.
+/// The takes that a task sends for single waiters. Whichever it is, a grant becomes a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Reserves {
-    /// Turns, under policies that refill gradually. All waiters have this cost.
-    Turns { cost: u32 },
-    /// The waiters have any cost.
-    Nothing,
+enum Takes {
+    /// [Takes ahead](Check::take_ahead), under policies that refill gradually: the store may reserve a turn for later. All
+    /// waiters have this cost.
+    Ahead { cost: u32 },
+    /// Plain takes, which grant a turn for now or deny it. The waiters have any cost.
+    Now,
 }
 
 /// The reason for a missing permit.
@@ -177,8 +179,8 @@ impl NoPermit {
 }
 
 impl From<NoPermit> for ReserveError {
-    fn from(refusal: NoPermit) -> Self {
-        match refusal {
+    fn from(no_permit: NoPermit) -> Self {
+        match no_permit {
             NoPermit::Denied(decision) | NoPermit::Full(decision) => {
                 Self::Denied(RateLimited::new(decision))
             }
@@ -190,15 +192,15 @@ impl From<NoPermit> for ReserveError {
 impl Bounds {
     /// One bound for both, because many services use a single key.
     pub(crate) const DEFAULT: Self = Self {
-        each: 10_000,
-        all: 10_000,
+        per_caller: 10_000,
+        total: 10_000,
     };
 
     /// One bound for each caller and in all.
-    pub(crate) const fn of(all: NonZeroUsize) -> Self {
+    pub(crate) const fn of(max: NonZeroUsize) -> Self {
         Self {
-            each: all.get(),
-            all: all.get(),
+            per_caller: max.get(),
+            total: max.get(),
         }
     }
 }
@@ -271,7 +273,7 @@ impl WaitQueues {
             return false;
         }
         let queues = lock(&self.shared.queues);
-        match queues.each.get(&QueueId::new(&runtime, check)) {
+        match queues.by_id.get(&QueueId::new(&runtime, check)) {
             Some(queue) => !queue.waiters.is_empty(),
             None => false,
         }
@@ -326,14 +328,14 @@ impl QueueRef {
         let WaitQueues { shared, bounds, .. } = &self.queues;
         let queues = &mut *lock(&shared.queues);
         let now = instant();
-        let existing = queues.each.get(&self.id);
+        let existing = queues.by_id.get(&self.id);
         let needs_task = existing.is_none();
         let of_caller = match queues.callers.get(&self.id.key) {
             Some(waiting) => *waiting,
             None => 0,
         };
         let waiting = shared.waiting.load(Ordering::Acquire);
-        let is_full = waiting >= bounds.all || of_caller >= bounds.each;
+        let is_full = waiting >= bounds.total || of_caller >= bounds.per_caller;
         // In an existing queue, a turn may be left for it.
         if is_full || needs_task && waiter.is_late_after(denied.as_ref(), now) {
             let denied = match denied {
@@ -350,7 +352,7 @@ impl QueueRef {
         shared.waiting.store(waiting + 1, Ordering::Release);
         *queues.callers.entry(self.id.key).or_default() += 1;
         queues.last += 1;
-        let queue = queues.each.entry(self.id).or_default();
+        let queue = queues.by_id.entry(self.id).or_default();
         queue.add(queues.last, waiter);
         queue.wake.notify.notify_one();
         Ok(Added {
@@ -359,8 +361,8 @@ impl QueueRef {
         })
     }
 
-    /// Counts a waiter out, and removes it if it has no answer.
-    fn leave(&self, number: u64) {
+    /// Counts a request out whose wait has ended, and removes its waiter if the task has not.
+    fn count_out(&self, number: u64) {
         let left = {
             let shared = &self.queues.shared;
             let queues = &mut *lock(&shared.queues);
@@ -372,7 +374,7 @@ impl QueueRef {
                     count.remove();
                 }
             }
-            match queues.each.get_mut(&self.id) {
+            match queues.by_id.get_mut(&self.id) {
                 Some(queue) => queue.leave(number),
                 None => None,
             }
@@ -384,7 +386,7 @@ impl QueueRef {
     /// Calls `act` with the queue, if it exists: while its task does.
     fn with<T>(&self, act: impl FnOnce(&mut Queue) -> T) -> Option<T> {
         let queues = &mut *lock(&self.queues.shared.queues);
-        let queue = queues.each.get_mut(&self.id)?;
+        let queue = queues.by_id.get_mut(&self.id)?;
         Some(act(queue))
     }
 
@@ -408,16 +410,16 @@ impl QueueId {
     fn new(runtime: &Handle, take: &Check) -> Self {
         // A pause must also hold the requests that wait already, so no turns are reserved under it.
         let mut each = take.policies().iter();
-        let reserves = if each.all(|policy| policy.frees().is_gradual() && !policy.is_pause()) {
-            Reserves::Turns { cost: take.cost() }
+        let takes = if each.all(|policy| policy.frees().is_gradual() && !policy.is_pause()) {
+            Takes::Ahead { cost: take.cost() }
         } else {
-            Reserves::Nothing
+            Takes::Now
         };
         Self {
             runtime: runtime.id(),
             key: *take.key(),
             policies: take.policies().id(),
-            reserves,
+            takes,
         }
     }
 }
@@ -442,7 +444,7 @@ impl Acquire {
             Some(permit) => permit,
             None => match ready!(Pin::new(&mut *self).poll(cx)) {
                 Ok(permit) => permit,
-                Err(refusal) => return Poll::Ready(Ok(Err(refusal))),
+                Err(no_permit) => return Poll::Ready(Ok(Err(no_permit))),
             },
         };
         match poll_ready(cx)? {
@@ -456,7 +458,7 @@ impl Acquire {
 
     fn leave(&mut self) {
         if let Some(number) = self.number.take() {
-            self.queue_ref.leave(number);
+            self.queue_ref.count_out(number);
         }
     }
 }

@@ -33,7 +33,7 @@ pub(crate) struct Spent {
 }
 
 /// Time after its due time for which an expired permit may be used without another charge.
-const PATIENCE: Duration = Duration::from_secs(1);
+const EXPIRY_GRACE: Duration = Duration::from_secs(1);
 
 impl Permit {
     /// A permit for the cost of this charge.
@@ -78,9 +78,9 @@ impl Permit {
         i64::try_from(age.as_micros()).unwrap_or(i64::MAX)
     }
 
-    /// The policies under which the charge has expired, unless it was due less than [`PATIENCE`] ago.
+    /// The policies under which the charge has expired, unless it was due less than [`EXPIRY_GRACE`] ago.
     fn expired(&self) -> Option<Policies> {
-        if instant() < self.due + PATIENCE {
+        if instant() < self.due + EXPIRY_GRACE {
             return None;
         }
         let age = self.age();
@@ -145,8 +145,9 @@ impl Permit {
         passed == Some(true)
     }
 
-    /// Returns the permit for a waiter, which may drop it, also after its refund was rejected.
-    pub(super) fn reopen(mut self) -> Self {
+    /// Returns the permit for a waiter. If the waiter drops it, it is refunded, even if a refund was rejected before: a turn
+    /// that is due is refunded like any charge.
+    pub(super) fn for_waiter(mut self) -> Self {
         self.is_refundable = true;
         self
     }

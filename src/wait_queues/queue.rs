@@ -36,7 +36,8 @@ pub(super) struct Queue {
     pub(super) turns: BTreeMap<(Instant, u64), Permit>,
     /// The number of the last turn.
     last_turn: u64,
-    /// The waiters whose requests to the store have no reply yet. Some of the waiters may have left.
+    /// The waiters whose requests to the store have no reply yet. Some of the waiters may have left. A check for several
+    /// is listed for the first only: by checks, one batch at a time is pending.
     pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     last_decision: Option<(Decision, Instant)>,
@@ -135,12 +136,12 @@ impl Queue {
     }
 
     /// Removes the due turns, each with the waiter that gets it. While replies are pending, turns of other costs stay.
-    pub(super) fn take_due(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
+    pub(super) fn remove_due(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
         let mut due = vec![];
         loop {
-            if let Some((turn, waiter)) = self.take_served(now) {
+            if let Some((turn, waiter)) = self.remove_served(now) {
                 due.push((turn, Some(waiter)));
-            } else if let Some(turn) = self.take_unneeded(now) {
+            } else if let Some(turn) = self.remove_unneeded(now) {
                 due.push((turn, None));
             } else {
                 return due;
@@ -149,7 +150,7 @@ impl Queue {
     }
 
     /// Removes the first waiter, and the first due turn of its cost.
-    fn take_served(&mut self, now: Instant) -> Option<(Permit, Waiter)> {
+    fn remove_served(&mut self, now: Instant) -> Option<(Permit, Waiter)> {
         let (&number, first) = self.waiters.first_key_value()?;
         let mut due = self.turns.range(..=(now, u64::MAX));
         let (&key, _) = due.find(|(_, turn)| turn.cost() == first.cost)?;
@@ -160,7 +161,7 @@ impl Queue {
 
     /// Removes the first turn if it is due and no waiter needs it. Waits for all replies: a waiter that is denied then
     /// leaves the turn to the next one, which may have its cost.
-    fn take_unneeded(&mut self, now: Instant) -> Option<Permit> {
+    fn remove_unneeded(&mut self, now: Instant) -> Option<Permit> {
         if !self.requested.is_empty() {
             return None;
         }
@@ -172,7 +173,7 @@ impl Queue {
     }
 
     /// Removes the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
-    pub(super) fn take_surplus(&mut self) -> Vec<Permit> {
+    pub(super) fn remove_surplus(&mut self) -> Vec<Permit> {
         // From the last: the store rejects the refund of a turn with a later one.
         let mut surplus = vec![];
         while self.requested.is_empty()
@@ -222,9 +223,13 @@ impl Queue {
         without_request.skip(for_others)
     }
 
-    /// The waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
+    /// The waiters that are too late, unless they `may_be_served`: the deadline has passed; or they have no turn, and no
     /// capacity is expected for their cost before the deadline.
-    pub(super) fn late(&self, now: Instant, is_open: impl Fn(Instant, u64) -> bool) -> Vec<u64> {
+    pub(super) fn late(
+        &self,
+        now: Instant,
+        may_be_served: impl Fn(Instant, u64) -> bool,
+    ) -> Vec<u64> {
         let end_of_turns = match self.scarcity {
             Some(scarcity) if scarcity.until > now => self.end_of_turns(),
             _ => u64::MAX,
@@ -241,7 +246,7 @@ impl Queue {
                 // By time: all further deadlines are later than both.
                 break;
             };
-            if is_late && !is_open(deadline, number) {
+            if is_late && !may_be_served(deadline, number) {
                 late.push(number);
             }
         }

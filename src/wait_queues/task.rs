@@ -14,7 +14,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::permit::Permit;
 use super::queue::{Queue, Waiter, time_for_unit};
-use super::{Answer, NoPermit, QueueRef, Reserves};
+use super::{Answer, NoPermit, QueueRef, Takes};
 use crate::background::panicked;
 use crate::error::StoreError;
 use crate::held_slots::Slot;
@@ -29,9 +29,10 @@ pub(super) struct QueueTask {
     /// Wakes the task when capacity is freed in this process. By turns, that changes nothing.
     _listener: Option<Listener>,
     pending: FuturesUnordered<Pin<Box<dyn Future<Output = QueueEvent> + Send>>>,
-    /// Whether a turn is requested for each waiter. Otherwise the queue is served by checks.
+    /// Whether a turn is requested for each waiter immediately. Otherwise the queue is served by checks, whose grants become
+    /// turns too.
     by_turns: bool,
-    checks: Checks,
+    schedule: CheckSchedule,
     /// Number of consecutive failures.
     failures: u32,
     /// Whether the queue has been removed.
@@ -39,7 +40,7 @@ pub(super) struct QueueTask {
 }
 
 /// When and how many checks are sent. Not used by turns.
-struct Checks {
+struct CheckSchedule {
     /// The time of the next one.
     next: Instant,
     /// The time at which the last one was sent that was denied, or granted in part.
@@ -116,8 +117,8 @@ impl QueueTask {
             _listener: listener,
             wake,
             pending: FuturesUnordered::new(),
-            by_turns: queue_ref.id.reserves != Reserves::Nothing,
-            checks: Checks {
+            by_turns: queue_ref.id.takes != Takes::Now,
+            schedule: CheckSchedule {
                 next: now,
                 denied_at: None,
                 units: 0,
@@ -176,7 +177,7 @@ impl QueueTask {
     fn step(&mut self, now: Instant) -> ControlFlow<(), Option<Instant>> {
         let shared = Arc::clone(&self.queue_ref.queues.shared);
         let mut queues = lock(&shared.queues);
-        let queue = queues.each.entry(self.queue_ref.id).or_default();
+        let queue = queues.by_id.entry(self.queue_ref.id).or_default();
         let mut work = StepWork::default();
         let next_check = self.plan(queue, now, &mut work);
         let next = if !work.is_empty() {
@@ -189,11 +190,11 @@ impl QueueTask {
                 next_check,
             ];
             ControlFlow::Continue(times.into_iter().flatten().min())
-        } else if self.failures > 0 && now < self.checks.next + FAILURE_TTL {
-            ControlFlow::Continue(Some(self.checks.next + FAILURE_TTL))
+        } else if self.failures > 0 && now < self.schedule.next + FAILURE_TTL {
+            ControlFlow::Continue(Some(self.schedule.next + FAILURE_TTL))
         } else {
             // Removed under the same lock: a request that joins later finds no queue, and starts a task.
-            queues.each.remove(&self.queue_ref.id);
+            queues.by_id.remove(&self.queue_ref.id);
             self.has_ended = true;
             ControlFlow::Break(())
         };
@@ -213,13 +214,13 @@ impl QueueTask {
 
     /// Adds the part without the lock to `work`. Returns the time of the next check.
     fn plan(&self, queue: &mut Queue, now: Instant, work: &mut StepWork) -> Option<Instant> {
-        for (turn, waiter) in queue.take_due(now) {
+        for (turn, waiter) in queue.remove_due(now) {
             match waiter {
-                Some(waiter) => work.answers.push((waiter, Ok(turn.reopen()))),
+                Some(waiter) => work.answers.push((waiter, Ok(turn.for_waiter()))),
                 None => work.refunds.push(turn),
             }
         }
-        work.refunds.extend(queue.take_surplus());
+        work.refunds.extend(queue.remove_surplus());
         // Before the requests of this step are added, which `late` treats separately.
         let awaits_reply = !queue.requested.is_empty();
         let next_check = self.next_check(queue, now);
@@ -229,7 +230,7 @@ impl QueueTask {
         } else if let Some(at) = next_check
             && at <= now
         {
-            work.requests = self.checks(queue, now);
+            work.requests = self.check_requests(queue, now);
         }
         for request in &work.requests {
             queue.requested.insert(request.first);
@@ -263,10 +264,11 @@ impl QueueTask {
             Some(request) => request.last,
             None => 0,
         };
+        // The last check of a waiter is sent at or after its deadline.
+        let had_last_check = |deadline| self.schedule.denied_at.is_some_and(|at| deadline <= at);
         queue.late(now, |deadline, number| {
-            // The reply decides whether there is a check for it. After the deadline, a check that leaves nothing is the
-            // last.
-            awaits_reply || number <= last && Some(deadline) > self.checks.denied_at
+            // A pending reply decides whether another check is sent for it.
+            awaits_reply || number <= last && !had_last_check(deadline)
         })
     }
 
@@ -283,20 +285,20 @@ impl QueueTask {
         }
         queue.first_without_turn()?;
         if self.failures > 0 {
-            Some(self.checks.next)
+            Some(self.schedule.next)
         } else if self.wake.is_freed() {
             Some(now)
         } else {
             // The last check of a waiter is sent at its deadline.
-            match queue.deadline_after(self.checks.denied_at) {
-                Some(deadline) => Some(deadline.min(self.checks.next)),
-                None => Some(self.checks.next),
+            match queue.deadline_after(self.schedule.denied_at) {
+                Some(deadline) => Some(deadline.min(self.schedule.next)),
+                None => Some(self.schedule.next),
             }
         }
     }
 
     /// Checks for the first waiters for which there may be capacity, at least for one: a single check if their cost is 1.
-    fn checks(&self, queue: &Queue, now: Instant) -> Vec<QueueRequest> {
+    fn check_requests(&self, queue: &Queue, now: Instant) -> Vec<QueueRequest> {
         let fitting = self.fitting(queue);
         let ones = self.ones(queue);
         if (ones.count as usize) < fitting {
@@ -314,16 +316,16 @@ impl QueueTask {
         }]
     }
 
-    /// The number of the first waiters for which there may be capacity, at least 1.
+    /// The number of the first waiters for which there may be capacity, at least 1. Resets the count of freed capacity.
     fn fitting(&self, queue: &Queue) -> usize {
-        let mut slots = self.checks.slots;
+        let mut slots = self.schedule.slots;
         // Before the checks are sent: they see all capacity that was freed before.
         let freed = self.wake.take_freed();
         if freed > 0 && self.is_in_flight() {
             // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
             slots = freed + slots.min(1);
         }
-        let mut units = u64::from(self.checks.units);
+        let mut units = u64::from(self.schedule.units);
         let mut fitting = 0;
         for (_, waiter) in queue.without_turn().take(MAX_REQUESTS.min(slots as usize)) {
             // Free requests too are checked one by one while no unit is left.
@@ -339,7 +341,7 @@ impl QueueTask {
     /// The first waiters of cost 1 that a single check can serve, at most the capacity of the policies.
     fn ones(&self, queue: &Queue) -> Ones {
         let mut ones = Ones::default();
-        if self.queue_ref.id.reserves != Reserves::Nothing || self.is_in_flight() {
+        if self.queue_ref.id.takes != Takes::Now || self.is_in_flight() {
             return ones;
         }
         let mut most = u32::MAX;
@@ -374,15 +376,15 @@ impl QueueTask {
     fn take(&self, waiter: &Waiter, now: Instant) -> Check {
         let key = self.queue_ref.id.key;
         let policies = &self.queue_ref.policies;
-        match self.queue_ref.id.reserves {
-            Reserves::Turns { cost } => {
+        match self.queue_ref.id.takes {
+            Takes::Ahead { cost } => {
                 let within = match waiter.deadline {
                     Some(deadline) => deadline.saturating_duration_since(now),
                     None => Duration::MAX,
                 };
                 Check::take_ahead(key, policies, cost, within)
             }
-            Reserves::Nothing => Check::take(key, policies, waiter.cost),
+            Takes::Now => Check::take(key, policies, waiter.cost),
         }
     }
 
@@ -456,7 +458,7 @@ impl QueueTask {
     /// Adds what was granted, or refuses the waiter. Otherwise sets the way in which the queue is served.
     fn decided(&mut self, request: &QueueRequest, decision: &Decision, slot: Option<Slot>) {
         self.failures = 0;
-        self.checks.record_decision(decision);
+        self.schedule.record_decision(decision);
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => self.granted(request, decision, slot),
             Outcome::Denied { retry_after } => {
@@ -478,8 +480,8 @@ impl QueueTask {
         // A denied take ahead shows that the store reserves no turns at present, a turn that it does.
         let is_denied = decision.retry_after().is_some();
         self.by_turns = !is_denied && (self.by_turns || decision.due_in().is_some());
-        self.checks
-            .schedule(request, decision, &self.queue_ref.policies);
+        self.schedule
+            .delay_next(request, decision, &self.queue_ref.policies);
     }
 
     /// Refuses the waiter of a request, unless an earlier waiter has left it a turn.
@@ -531,13 +533,13 @@ impl QueueTask {
     /// Fails the first waiter of a request. After several failures in a row, fails each waiter without a turn.
     fn failed(&mut self, request: &QueueRequest, error: &StoreError) {
         // Requests that were sent before the last failure was known count as that failure.
-        if self.failures == 0 || request.sent_at >= self.checks.next {
+        if self.failures == 0 || request.sent_at >= self.schedule.next {
             self.failures += 1;
-            self.checks.next = instant() + RETRY_INTERVAL;
+            self.schedule.next = instant() + RETRY_INTERVAL;
         }
         self.by_turns = false;
         // So that the next attempt is for one waiter only.
-        self.checks.units = 0;
+        self.schedule.units = 0;
         let mut failed = vec![];
         self.queue_ref.with(|queue| {
             let mut numbers = vec![];
@@ -578,7 +580,7 @@ impl StepWork {
     }
 }
 
-impl Checks {
+impl CheckSchedule {
     /// Records the capacity that a decision has left. The next check may follow immediately.
     fn record_decision(&mut self, decision: &Decision) {
         self.units = u32::MAX;
@@ -596,7 +598,7 @@ impl Checks {
     }
 
     /// Delays the next check after a decision that leaves no capacity.
-    fn schedule(&mut self, request: &QueueRequest, decision: &Decision, policies: &Policies) {
+    fn delay_next(&mut self, request: &QueueRequest, decision: &Decision, policies: &Policies) {
         let wait = if let Some(wait) = decision.retry_after() {
             self.denied_at = Some(request.sent_at);
             wait
@@ -621,7 +623,7 @@ impl Drop for QueueTask {
     fn drop(&mut self) {
         if !self.has_ended {
             let ended = lock(&self.queue_ref.queues.shared.queues)
-                .each
+                .by_id
                 .remove(&self.queue_ref.id);
             // Its turns are permits, whose drop takes the lock.
             drop(ended);

@@ -25,29 +25,29 @@ pub struct Waiters(Arc<SharedWaiters>);
 
 #[derive(Default)]
 struct SharedWaiters {
-    /// Several may wait for one caller, each under its policies.
-    each: Mutex<HashMap<Key, Vec<ListedWaiter>>>,
-    /// Number of them: without waiters there is no search.
+    /// The wait queues of each caller: one per runtime and list of policies.
+    wait_queues: Mutex<HashMap<Key, Vec<ListedQueue>>>,
+    /// Number of these queues: without any there is no search.
     count: AtomicUsize,
     layers: LayerQuotas,
-    /// The queues of all layers and limiters over the store.
-    queues: Mutex<Vec<WeakOpQueue>>,
+    /// The operation queues of all layers and limiters over the store.
+    op_queues: Mutex<Vec<WeakOpQueue>>,
 }
 
-/// A request that waits under these policies.
-struct ListedWaiter {
+/// A wait queue under these policies. Its task is woken, not its requests.
+struct ListedQueue {
     policies: Policies,
     wake: Arc<Wake>,
 }
 
-/// Wakes a waiter, and records whether a caller may have more room.
+/// Wakes the task of a wait queue, and records whether its caller may have more room.
 #[derive(Debug, Default)]
 pub(crate) struct Wake {
     pub(crate) notify: Notify,
     freed: AtomicU32,
 }
 
-/// Is woken when a charge of a caller under any of these policies is freed, until it is dropped.
+/// The listing of a wait queue, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Listener {
     waiters: Waiters,
@@ -67,15 +67,15 @@ impl Waiters {
 
     fn wake(&self, check: &Check) {
         let mut wakes = SmallVec::<[Arc<Wake>; 2]>::new();
-        let each = lock(&self.0.each);
-        if let Some(of_caller) = each.get(check.key()) {
-            for waiter in of_caller {
-                if share_a_count(&waiter.policies, check.policies()) {
-                    wakes.push(Arc::clone(&waiter.wake));
+        let wait_queues = lock(&self.0.wait_queues);
+        if let Some(of_caller) = wait_queues.get(check.key()) {
+            for queue in of_caller {
+                if share_a_count(&queue.policies, check.policies()) {
+                    wakes.push(Arc::clone(&queue.wake));
                 }
             }
         }
-        drop(each);
+        drop(wait_queues);
         // Outside of the lock, as waking a task may run code of its executor.
         for wake in wakes {
             wake.freed();
@@ -87,8 +87,8 @@ impl Waiters {
     }
 
     /// Adds a queue of the store's operations.
-    pub(crate) fn add_queue(&self, queue: &OpQueue) {
-        let queues = &mut *lock(&self.0.queues);
+    pub(crate) fn add_op_queue(&self, queue: &OpQueue) {
+        let queues = &mut *lock(&self.0.op_queues);
         // Before the list grows, so that layers that come and go do not fill it.
         if queues.len() == queues.capacity() {
             queues.retain(|queue| !queue.is_dropped());
@@ -97,17 +97,21 @@ impl Waiters {
     }
 
     /// Returns the queues of the store's operations.
-    pub(crate) fn queues(&self) -> Vec<OpQueue> {
-        let queues = lock(&self.0.queues);
+    pub(crate) fn op_queues(&self) -> Vec<OpQueue> {
+        let queues = lock(&self.0.op_queues);
         queues.iter().filter_map(WeakOpQueue::upgrade).collect()
     }
 
+    /// Lists a wait queue, whose task is woken when a charge of this caller under any of these policies is freed.
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {
-        let waiter = ListedWaiter {
+        let queue = ListedQueue {
             policies,
             wake: Arc::clone(&wake),
         };
-        lock(&self.0.each).entry(key).or_default().push(waiter);
+        lock(&self.0.wait_queues)
+            .entry(key)
+            .or_default()
+            .push(queue);
         self.0.count.fetch_add(1, Ordering::AcqRel);
         Listener {
             waiters: self,
@@ -145,20 +149,22 @@ impl fmt::Debug for Waiters {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let SharedWaiters { each, count, .. } = &*self.waiters.0;
+        let SharedWaiters {
+            wait_queues, count, ..
+        } = &*self.waiters.0;
         count.fetch_sub(1, Ordering::AcqRel);
-        let each = &mut *lock(each);
-        if let Some(of_caller) = each.get_mut(&self.key) {
-            of_caller.retain(|waiter| !Arc::ptr_eq(&waiter.wake, &self.wake));
+        let wait_queues = &mut *lock(wait_queues);
+        if let Some(of_caller) = wait_queues.get_mut(&self.key) {
+            of_caller.retain(|queue| !Arc::ptr_eq(&queue.wake, &self.wake));
             if of_caller.is_empty() {
-                each.remove(&self.key);
+                wait_queues.remove(&self.key);
             }
         }
     }
 }
 
 impl Wake {
-    /// Wakes the waiter, since a caller may have more room.
+    /// Wakes the task, since its caller may have more room.
     pub(crate) fn freed(&self) {
         self.freed.fetch_add(1, Ordering::AcqRel);
         self.notify.notify_one();

@@ -17,7 +17,7 @@ use crate::limit::{
     Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy,
 };
 use crate::observe::Observer;
-use crate::simulation::Blocks;
+use crate::simulation::BlockTotals;
 use crate::store::op_queue;
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
@@ -111,7 +111,11 @@ async fn a_block_expires_with_its_window() {
 
 #[tokio::test(start_paused = true)]
 async fn blocks_of_idle_callers_are_refunded() {
-    let (local, policies, blocks) = (LocalStore::default(), log(), Arc::new(Blocks::default()));
+    let (local, policies, blocks) = (
+        LocalStore::default(),
+        log(),
+        Arc::new(BlockTotals::default()),
+    );
     let (store, _) = with_block(&local, &policies).await;
     store
         .backend()
@@ -343,7 +347,7 @@ async fn late_blocks_are_spent_or_refunded() {
 /// Redis may have charged them, or not.
 #[tokio::test(start_paused = true)]
 async fn unanswered_blocks_are_counted_as_lost() {
-    let (store, blocks) = (MockStore::new(), Arc::new(Blocks::default()));
+    let (store, blocks) = (MockStore::new(), Arc::new(BlockTotals::default()));
     store.fail(StoreError::new(crate::store::ErrorKind::Timeout));
     let leased = Leased::new(store);
     leased
@@ -603,7 +607,11 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
 
 #[tokio::test(start_paused = true)]
 async fn blocks_dropped_by_resets_are_observed() {
-    let (policies, local, blocks) = (log(), LocalStore::default(), Arc::new(Blocks::default()));
+    let (policies, local, blocks) = (
+        log(),
+        LocalStore::default(),
+        Arc::new(BlockTotals::default()),
+    );
     let store = Leased::new(local.clone());
     let observer: Arc<dyn Observer> = Arc::new(blocks.clone());
     store.backend().observe(&observer);
@@ -714,7 +722,7 @@ async fn blocks_granted_long_after_shutdown_are_refunded() {
 
 #[tokio::test(start_paused = true)]
 async fn setters_keep_the_observer() {
-    let (policies, blocks) = (log(), Arc::new(Blocks::default()));
+    let (policies, blocks) = (log(), Arc::new(BlockTotals::default()));
     let store = Leased::builder(LocalStore::default())
         .observer(Arc::clone(&blocks))
         .share(2)

@@ -96,7 +96,7 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
     pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
         // Without `until_body_end`, the layer does not see the end of a response's body.
         let mut gate = Gate::new(store, policies, Holds::Nothing);
-        gate.settings.patience = Some(grpc_timeout);
+        gate.settings.client_wait = Some(grpc_timeout);
         let config = Config {
             gate,
             protocol: Http::default(),

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-pub(crate) use self::world::{Blocks, World};
+pub(crate) use self::world::{BlockTotals, World};
 use super::{Log, Outcome, Simulation};
 use crate::limit::{
     Align, Check, Decision, Frees, Key, Policies, Policy, Quota, Source, Strategy, most_spent,

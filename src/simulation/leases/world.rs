@@ -136,9 +136,9 @@ impl Store for Shared<Redis> {
     }
 }
 
-/// Totals of the blocks' units.
+/// Totals of the leased blocks' units.
 #[derive(Debug, Default)]
-pub(crate) struct Blocks {
+pub(crate) struct BlockTotals {
     pub(crate) ended: AtomicU64,
     pub(crate) charged: AtomicU64,
     pub(crate) refunded: AtomicU64,
@@ -146,7 +146,7 @@ pub(crate) struct Blocks {
     pub(crate) lost: AtomicU64,
 }
 
-impl Observer for Arc<Blocks> {
+impl Observer for Arc<BlockTotals> {
     fn leased(&self, event: &event::EndedBlock) {
         assert!(event.refunded + event.expired <= event.charged, "{event:?}");
         self.lost.fetch_add(event.lost, Relaxed);
@@ -177,7 +177,7 @@ pub(crate) struct World {
     pub(crate) rng: Rng,
     remote: Shared<Redis>,
     pub(crate) instances: Vec<Instance>,
-    pub(crate) blocks: Arc<Blocks>,
+    pub(crate) blocks: Arc<BlockTotals>,
     pub(crate) now: i64,
     /// Killed instances keep their blocks but do nothing.
     pub(crate) killed: Vec<Instance>,

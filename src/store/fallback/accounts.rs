@@ -83,7 +83,7 @@ impl Accounts {
     }
 
     /// Returns the present epoch. Read it before a check is sent to the primary store: see
-    /// [`has_all_grants`](Caller::has_all_grants).
+    /// [`has_all_grants`](LockedCaller::has_all_grants).
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }

@@ -20,23 +20,27 @@ use super::sync::{AtomicU8, Mutex, Ordering, lock};
 #[derive(Debug)]
 pub(super) struct Breaker {
     threshold: u32,
-    /// The state that follows from `streak`, which checks read without the lock.
-    state: AtomicU8,
-    streak: Mutex<FailureStreak>,
+    state: Mutex<BreakerState>,
+    /// Which state it is, so that checks need no lock. Written under the lock.
+    mirror: AtomicU8,
 }
 
 const CLOSED: u8 = 0;
 const HALF_OPEN: u8 = 1;
 const OPEN: u8 = 2;
 
-/// Failures without a success in between.
-#[derive(Debug, Default)]
-struct FailureStreak {
-    /// The failures that count.
-    failures: u32,
-    /// Whether a trial is in flight. If it is never polled, a probe ends the streak.
-    has_trial: bool,
-    opened_at: Option<i64>,
+#[derive(Debug, Clone, Copy)]
+enum BreakerState {
+    Closed,
+    HalfOpen {
+        /// The failures of the streak that count.
+        failures: u32,
+        /// Whether a trial is in flight. If it is never polled, a probe ends the streak.
+        has_trial: bool,
+    },
+    Open {
+        since: i64,
+    },
 }
 
 /// Permission to send a check to the primary store. Report its outcome to the breaker, also if it is dropped.
@@ -59,91 +63,109 @@ impl Breaker {
     pub(super) fn new(threshold: u32) -> Self {
         Self {
             threshold,
-            state: AtomicU8::new(CLOSED),
-            streak: Mutex::default(),
+            state: Mutex::new(BreakerState::Closed),
+            mirror: AtomicU8::new(CLOSED),
         }
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        self.state.load(Ordering::Acquire) == CLOSED
+        self.mirror.load(Ordering::Acquire) == CLOSED
     }
 
     pub(super) fn is_open(&self) -> bool {
-        self.state.load(Ordering::Acquire) == OPEN
+        self.mirror.load(Ordering::Acquire) == OPEN
     }
 
     /// Returns permission to send a check to the primary store, or `None`.
     pub(super) fn admit(&self) -> Option<Ticket> {
         // Without the lock, since every check gets here.
-        match self.state.load(Ordering::Acquire) {
+        match self.mirror.load(Ordering::Acquire) {
             CLOSED => return Some(Ticket::Free),
             OPEN => return None,
             _ => {}
         }
-        let mut streak = lock(&self.streak);
-        // It may have opened since the load.
-        if streak.opened_at.is_some() || streak.has_trial {
-            return None;
+        match &mut *lock(&self.state) {
+            // It has closed since the load.
+            BreakerState::Closed => Some(Ticket::Free),
+            BreakerState::HalfOpen { has_trial, .. } if !*has_trial => {
+                *has_trial = true;
+                Some(Ticket::Trial)
+            }
+            BreakerState::HalfOpen { .. } | BreakerState::Open { .. } => None,
         }
-        // It may have closed since the load.
-        if streak.failures == 0 {
-            return Some(Ticket::Free);
-        }
-        streak.has_trial = true;
-        Some(Ticket::Trial)
     }
 
-    /// Reports a reply of the primary store. While half-open, only that of a trial or probe counts: other checks may
-    /// have been decided before the failure.
+    /// Reports a reply of the primary store. Closes a half-open breaker if it is that of a trial or probe: a free check may
+    /// have been decided before the first failure. Changes nothing while it is open: the recovery task closes it.
     pub(super) fn succeeded(&self, ticket: Ticket) {
-        // A free check may have been answered before the first failure, so its success shows nothing.
-        if ticket != Ticket::Free && self.state.load(Ordering::Acquire) == HALF_OPEN {
-            let mut streak = lock(&self.streak);
-            // Once open, it stays open until the local grants are reconciled.
-            if streak.opened_at.is_none() {
-                self.end(&mut streak);
+        if ticket != Ticket::Free && self.mirror.load(Ordering::Acquire) == HALF_OPEN {
+            let mut state = lock(&self.state);
+            if let BreakerState::HalfOpen { .. } = *state {
+                self.set(&mut state, BreakerState::Closed);
             }
         }
     }
 
-    /// Reports the failure of a check or probe. A `lasting` failure opens the breaker immediately. Returns `true` if
-    /// the breaker opens.
+    /// Reports the failure of a check or probe. A `lasting` failure, as of one node of a cluster, opens the breaker
+    /// immediately. Returns `true` if the breaker opens.
     pub(super) fn failed(&self, ticket: Ticket, lasting: bool, now: i64) -> bool {
-        let mut streak = lock(&self.streak);
-        if streak.opened_at.is_some() {
-            return false;
-        }
+        let mut state = lock(&self.state);
+        let (mut failures, mut has_trial) = match *state {
+            BreakerState::Closed => (0, false),
+            BreakerState::HalfOpen {
+                failures,
+                has_trial,
+            } => (failures, has_trial),
+            BreakerState::Open { .. } => return false,
+        };
         // The free checks of a streak were in flight at its first failure, and count as one with it.
-        if ticket != Ticket::Free || streak.failures == 0 {
-            streak.failures = streak.failures.saturating_add(1);
+        if failures == 0 || ticket != Ticket::Free {
+            failures = failures.saturating_add(1);
         }
-        streak.has_trial &= ticket != Ticket::Trial;
-        let opens = lasting || streak.failures >= self.threshold;
-        streak.opened_at = opens.then_some(now);
-        self.state
-            .store(if opens { OPEN } else { HALF_OPEN }, Ordering::Release);
+        has_trial &= ticket != Ticket::Trial;
+        let opens = lasting || failures >= self.threshold;
+        let next = if opens {
+            BreakerState::Open { since: now }
+        } else {
+            BreakerState::HalfOpen {
+                failures,
+                has_trial,
+            }
+        };
+        self.set(&mut state, next);
         opens
     }
 
     /// Reports an outcome that is no evidence about the primary store, or that the check was dropped.
     pub(super) fn learned_nothing(&self, ticket: Ticket) {
-        if ticket == Ticket::Trial {
-            lock(&self.streak).has_trial = false;
+        if ticket == Ticket::Trial
+            && let BreakerState::HalfOpen { has_trial, .. } = &mut *lock(&self.state)
+        {
+            *has_trial = false;
         }
     }
 
     /// Closes the breaker. Returns how long it was open, or `None` if it was not.
     pub(super) fn close(&self, now: i64) -> Option<Duration> {
-        let mut streak = lock(&self.streak);
-        let opened_at = streak.opened_at;
-        self.end(&mut streak);
-        opened_at
-            .map(|opened_at| Duration::from_micros(u64::try_from(now - opened_at).unwrap_or(0)))
+        let mut state = lock(&self.state);
+        let before = *state;
+        self.set(&mut state, BreakerState::Closed);
+        match before {
+            BreakerState::Open { since } => Some(Duration::from_micros(
+                u64::try_from(now - since).unwrap_or(0),
+            )),
+            BreakerState::Closed | BreakerState::HalfOpen { .. } => None,
+        }
     }
 
-    fn end(&self, streak: &mut FailureStreak) {
-        *streak = FailureStreak::default();
-        self.state.store(CLOSED, Ordering::Release);
+    fn set(&self, state: &mut BreakerState, to: BreakerState) {
+        *state = to;
+        let mirror = match to {
+            BreakerState::Closed => CLOSED,
+            BreakerState::HalfOpen { .. } => HALF_OPEN,
+            BreakerState::Open { .. } => OPEN,
+        };
+        self.mirror.store(mirror, Ordering::Release);
     }
 
     /// Pause before the next probe, which doubles with each probe of an outage, up to `longest`.

@@ -33,7 +33,7 @@ use crate::observe::{Observer, event, or_log};
 use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
 use crate::util::{
-    Clock, Notice, OnceFlag, Patient, contain, lock, patient, polled_after_completion,
+    Clock, NoOutput, OnceFlag, Patient, contain, lock, patient, polled_after_completion,
 };
 
 /// One partition of the primary store, or all of it, with the fallback.
@@ -65,9 +65,10 @@ pub(super) const GRACES: u32 = 8;
 /// Maximum number of policies whose small share is reported.
 const MAX_SMALL_SHARES: usize = 100;
 
-/// The permission to send a check to the primary store. Its outcome is reported to the breaker, also if it is dropped.
+/// How a check was sent to the primary store.
 #[derive(Debug, Clone, Copy)]
-struct PrimaryPermit {
+struct SentToPrimary {
+    /// At that time.
     epoch: u64,
     ticket: Ticket,
 }
@@ -89,8 +90,8 @@ pin_project! {
     impl<P: Store, F: Store> PinnedDrop for FallbackFuture<P, F> {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
-            if let StepProj::Primary { admission: Some(admission), .. } = this.step.project() {
-                this.partition.abandon(*admission);
+            if let StepProj::Primary { sent: Some(sent), .. } = this.step.project() {
+                this.partition.abandon(*sent);
             }
         }
     }
@@ -104,7 +105,7 @@ pin_project! {
             waiting: Patient<P>,
             // `None` after the deadline of a check for a block, which is reported once. The late
             // reply is still returned, since it shows the quota to refund.
-            admission: Option<PrimaryPermit>,
+            sent: Option<SentToPrimary>,
             check: Check,
         },
         Fallback {
@@ -128,7 +129,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Starts the recovery task, unless it is running.
-    pub(super) fn attend(self: &Arc<Self>) {
+    pub(super) fn start_recovery(self: &Arc<Self>) {
         let partition = Arc::downgrade(self);
         self.recovery
             .spawn(None, |task| recovery::run(partition, task));
@@ -142,11 +143,11 @@ impl<P: Store, F: Store> Partition<P, F> {
                 Answer::ready(Err(error.check_only().not_sent()))
             }
             None => self.fall_back(&check, false),
-            Some(admission) => match self.primary.check(timed(&check)) {
-                Answer::Ready { answer } => self.judge(&check, answer, admission),
+            Some(sent) => match self.primary.check(timed(&check)) {
+                Answer::Ready { answer } => self.judge(&check, answer, sent),
                 Answer::Pending { future } => Answer::pending(Step::Primary {
                     waiting: patient(self.settings.deadline, GRACES, future),
-                    admission: Some(admission),
+                    sent: Some(sent),
                     check,
                 }),
             },
@@ -161,15 +162,15 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Returns `None` if the fallback must decide a check.
-    fn admit(self: &Arc<Self>, check: &Check) -> Option<PrimaryPermit> {
+    fn admit(self: &Arc<Self>, check: &Check) -> Option<SentToPrimary> {
         if !self.overtakes(check)
             && let Some(ticket) = self.breaker.admit()
         {
             let epoch = self.accounts.epoch();
-            return Some(PrimaryPermit { epoch, ticket });
+            return Some(SentToPrimary { epoch, ticket });
         }
         // If the runtime of the recovery task has shut down, start the task on this one.
-        self.attend();
+        self.start_recovery();
         None
     }
 
@@ -191,11 +192,11 @@ impl<P: Store, F: Store> Partition<P, F> {
         self: &Arc<Self>,
         check: &Check,
         answer: Result<Decision, StoreError>,
-        admission: PrimaryPermit,
+        sent: SentToPrimary,
     ) -> NextStep<P, F> {
         match &answer {
-            Ok(decision) => self.succeeded(check, decision, admission),
-            Err(error) => self.failed(check, error, admission),
+            Ok(decision) => self.succeeded(check, decision, sent),
+            Err(error) => self.failed(check, error, sent),
         }
         match answer {
             Err(error) if !is_for_block(check) => self.fall_back(check, !error.is_not_sent()),
@@ -207,8 +208,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     fn missed(
         self: &Arc<Self>,
         check: &Check,
-        notice: Notice,
-        admission: PrimaryPermit,
+        reason: NoOutput,
+        sent: SentToPrimary,
         answer: Pin<&mut P::Future>,
     ) -> StoreError {
         let error = if is_for_block(check) {
@@ -216,19 +217,19 @@ impl<P: Store, F: Store> Partition<P, F> {
         } else {
             self.give_up(check.key(), answer)
         };
-        match notice {
-            Notice::InTime => self.failed(check, &error, admission),
+        match reason {
+            NoOutput::TimeUp => self.failed(check, &error, sent),
             // No evidence about the primary store: let a probe find it, for which no request waits.
-            Notice::Late => self.abandon(admission),
+            NoOutput::RuntimeLate => self.abandon(sent),
         }
         error
     }
 
     /// Handles a check that ends without an outcome. A probe finds an outage, if there is one.
-    fn abandon(self: &Arc<Self>, admission: PrimaryPermit) {
-        self.breaker.learned_nothing(admission.ticket);
+    fn abandon(self: &Arc<Self>, sent: SentToPrimary) {
+        self.breaker.learned_nothing(sent.ticket);
         self.abandoned.store(true, Ordering::Release);
-        self.attend();
+        self.start_recovery();
     }
 
     /// Notifies the observer that the runtime was late while a check waited.
@@ -237,14 +238,14 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.observe(|observer| observer.runtime_late(&event));
     }
 
-    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, admission: PrimaryPermit) {
+    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, sent: SentToPrimary) {
         if decision.source() == Source::Cached {
             // A cached denial is no evidence about the store.
-            return self.breaker.learned_nothing(admission.ticket);
+            return self.breaker.learned_nothing(sent.ticket);
         }
-        self.breaker.succeeded(admission.ticket);
+        self.breaker.succeeded(sent.ticket);
         if !self.accounts.is_empty() {
-            self.attend();
+            self.start_recovery();
         }
         // A repeated decision does not show the current counts. A decision that arrives in an outage may lack grants that
         // are in no account, because the primary store may have charged them.
@@ -254,20 +255,20 @@ impl<P: Store, F: Store> Partition<P, F> {
                 drop(self.fallback.check(mirrored));
             }
             let caller = self.accounts.caller(check.key());
-            if !self.breaker.is_open() && caller.has_all_grants(admission.epoch) {
+            if !self.breaker.is_open() && caller.has_all_grants(sent.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
         }
     }
 
-    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: PrimaryPermit) {
+    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, sent: SentToPrimary) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         if !shows_failure(error) {
-            return self.breaker.learned_nothing(admission.ticket);
+            return self.breaker.learned_nothing(sent.ticket);
         }
-        self.count(error, admission.ticket);
-        self.attend();
+        self.count(error, sent.ticket);
+        self.start_recovery();
     }
 
     /// Counts a failure.
@@ -465,7 +466,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.report_small_share(check.cost(), &decision);
         }
         if !self.accounts.is_empty() {
-            self.attend();
+            self.start_recovery();
         }
         if !self.breaker.is_closed() {
             self.outage.decided(granted(check, &decision));
@@ -496,7 +497,7 @@ fn is_for_block(check: &Check) -> bool {
 /// it from a block.
 fn timed(check: &Check) -> Check {
     let mut check = check.clone();
-    check.sending_mut().is_timed = true;
+    check.sending_mut().sender_limits_time = true;
     check
 }
 
@@ -566,21 +567,22 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 }
                 StepProj::Primary {
                     mut waiting,
-                    admission,
+                    sent,
                     check,
-                } => match *admission {
+                } => match *sent {
                     None => Answer::ready(ready!(waiting.future().poll(cx))),
-                    Some(sent) => {
+                    Some(as_sent) => {
                         let reply = ready!(waiting.as_mut().poll(cx));
                         if let Some(by) = waiting.late_by() {
-                            partition.report_late(by, matches!(reply, Err(Notice::Late)));
+                            partition.report_late(by, matches!(reply, Err(NoOutput::RuntimeLate)));
                         }
                         match reply {
-                            Ok(answer) => partition.judge(check, answer, sent),
-                            Err(notice) => {
-                                let error = partition.missed(check, notice, sent, waiting.future());
+                            Ok(answer) => partition.judge(check, answer, as_sent),
+                            Err(reason) => {
+                                let error =
+                                    partition.missed(check, reason, as_sent, waiting.future());
                                 if is_for_block(check) {
-                                    *admission = None;
+                                    *sent = None;
                                     continue;
                                 }
                                 partition.fall_back(check, !error.is_not_sent())

@@ -422,7 +422,7 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
             all.accounts += partition.accounts.len();
             all.is_outage |= partition.breaker.is_open();
             if !partition.accounts.is_empty() {
-                partition.attend();
+                partition.start_recovery();
             }
         }
         all

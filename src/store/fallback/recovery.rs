@@ -1,5 +1,5 @@
 //! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
-//! [`attend`](Partition::attend) starts it. It ends when no work is left, or after the present attempt when the last clone
+//! [`start_recovery`](Partition::start_recovery) starts it. It ends when no work is left, or after the present attempt when the last clone
 //! of the store is dropped.
 //!
 //! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used
@@ -48,7 +48,7 @@ const FULL: Duration = Duration::from_millis(2);
 
 pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, task: Task) {
     let mut attempts = 0;
-    while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
+    while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_recovery()) {
         let longest = Breaker::longest_delay(alive.settings.share.instances());
         // Keep no store alive during the pause.
         drop(alive);
@@ -70,13 +70,13 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
     }
     drop(task);
     // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
-    if let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
-        alive.attend();
+    if let Some(alive) = partition.upgrade().filter(|alive| alive.needs_recovery()) {
+        alive.start_recovery();
     }
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    fn needs_attention(&self) -> bool {
+    fn needs_recovery(&self) -> bool {
         !self.breaker.is_closed()
             || !self.accounts.is_empty()
             || self.abandoned.load(Ordering::Acquire)
@@ -87,7 +87,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         let well = if self.breaker.is_open() {
             self.recover().await
         } else {
-            self.tend().await
+            self.reconcile_while_usable().await
         };
         // Pause longer if the store has rejected all checks, even if it works.
         let has_charged = self.notify();
@@ -132,7 +132,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         {
             self.observe(|observer| observer.recovered(&recovered));
         }
-        // If this fails, `tend` reconciles the rest later.
+        // If this fails, `reconcile_while_usable` reconciles the rest later.
         self.reconcile().await
     }
 
@@ -161,7 +161,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
     /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
-    async fn tend(&self) -> bool {
+    async fn reconcile_while_usable(&self) -> bool {
         if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
             match self.ping().await {
                 Ok(()) => self.breaker.succeeded(Ticket::Probe),

@@ -1,4 +1,4 @@
-//! When the breaker opens, and when the store is probed.
+//! When the breaker opens, and when the store is probed, by the checks of a store. `breaker_states` has the breaker alone.
 
 use tokio::time::timeout;
 

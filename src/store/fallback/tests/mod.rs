@@ -3,6 +3,7 @@
 mod ahead;
 mod answers;
 mod breaker;
+mod breaker_states;
 mod busy;
 mod ends;
 mod far;
@@ -14,7 +15,6 @@ mod partitions;
 mod reconcile;
 mod reconciliation;
 mod runtimes;
-mod states;
 mod undo;
 mod user_code;
 

@@ -86,8 +86,8 @@ struct Streak {
 }
 
 impl Backoff {
-    /// Number of failures that cause no delay. The same number opens the breaker of a fallback, so
-    /// the fallback's first probe is not delayed.
+    /// Number of failures that cause no delay. By default, the same number opens the breaker of a
+    /// [`Fallback`](crate::Fallback), so that its first probe is not delayed.
     const FREE_FAILURES: u32 = 3;
     /// Minimum delay; the maximum is twice as long.
     const SHORTEST: Duration = Duration::from_millis(50);
@@ -317,7 +317,11 @@ impl<C: Connect> Pool<C> {
         let is_awaited = self.waiting.load(Ordering::Acquire) > 0;
         if connection.is_proven() && !is_awaited && spare.is_none() {
             *spare = Some(connection);
+            return;
         }
+        // Its drop takes bb8's lock: never hold both.
+        drop(spare);
+        drop(connection);
     }
 
     /// Discards lost connections, and pings connections that were idle for [`PING_INTERVAL`].
@@ -453,7 +457,7 @@ pub(crate) struct Connection {
     /// The pool's number of timeouts at the start of the last use.
     timeouts: u64,
     /// Maximum time of a ping.
-    patience: Duration,
+    ping_time: Duration,
     /// The ping of an idle connection, until its reply is read.
     ping: Option<IdlePing>,
 }
@@ -483,14 +487,14 @@ impl Connection {
     /// Idle time after which it is checked whether redis-rs's task has ended. Costs no round trip, but wakes the task.
     const UNWATCHED_THRESHOLD: Duration = Duration::from_millis(500);
 
-    fn new(link: Link, patience: Duration, timeouts: u64) -> Self {
+    fn new(link: Link, ping_time: Duration, timeouts: u64) -> Self {
         Self {
             link,
             condition: Condition::Works,
             was_used: false,
             seen_at: instant(),
             timeouts,
-            patience,
+            ping_time,
             ping: None,
         }
     }
@@ -554,7 +558,7 @@ impl Connection {
                 self.ping = None;
                 true
             }
-            Poll::Pending => ping.sent_at.elapsed() >= self.patience,
+            Poll::Pending => ping.sent_at.elapsed() >= self.ping_time,
         }
     }
 
@@ -579,7 +583,7 @@ impl Connection {
         let ping = redis::cmd("PING");
         let reply = {
             let asking = pin!(self.link.inner.send_packed_command(&ping));
-            replies_within(self.patience, asking).await
+            replies_within(self.ping_time, asking).await
         };
         if reply.is_ok() {
             self.condition = Condition::Works;
@@ -590,7 +594,7 @@ impl Connection {
     /// Sends newer credentials, if there are any.
     async fn log_in(&mut self) {
         // The outcome is in `condition`.
-        drop(replies_within(self.patience, pin!(self.send(smallvec![]))).await);
+        drop(replies_within(self.ping_time, pin!(self.send(smallvec![]))).await);
     }
 
     /// Discards the connection, so that the pool creates another one, possibly to another server.

@@ -29,7 +29,7 @@ const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
 const MAX_HOPS: u8 = 8;
 /// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
 /// would otherwise count a migrating slot as an outage.
-const PATIENCE: Duration = Duration::from_millis(30);
+const SPLIT_WAIT: Duration = Duration::from_millis(30);
 /// The timeout divided by this number is the time after which the next node is queried too, in parallel.
 const QUERIES_PER_TIMEOUT: u32 = 8;
 
@@ -343,7 +343,7 @@ fn after_node_error(
             // Time bounds these attempts, not their number.
             redirect.hops = 0;
             let since = *redirect.split_since.get_or_insert_with(instant);
-            if since.elapsed() < PATIENCE {
+            if since.elapsed() < SPLIT_WAIT {
                 NextTry::Wait
             } else {
                 NextTry::Fail

@@ -36,13 +36,13 @@ pub(super) struct NodeQueue {
     pub(super) number: NonZeroU64,
     pub(super) runtime: Id,
     pub(super) target: Option<NodeTarget>,
-    pub(super) jobs: JobQueue<Job>,
+    jobs: JobQueue<Job>,
     /// The callers with a [give-back](holds_back_later) in the batch of a worker. Their other checks wait for its
     /// reply, since another connection might overtake it.
     giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
-    /// Time at which a worker has last taken [patient](is_patient) checks.
+    /// Time at which a worker has last taken checks that [may be delayed](may_be_delayed).
     sent_at: Option<Instant>,
     /// Whether a timer will start a worker for such checks.
     has_timer: bool,
@@ -80,8 +80,8 @@ impl NodeQueue {
     }
 
     /// Moves checks to the batch of a worker, like [`JobQueue::take`]. Also returns `None` if only
-    /// [patient](is_patient) checks are queued, soon after the last ones were sent. `callers` has the
-    /// callers that the worker's last batch has held back, and afterwards the callers of this batch.
+    /// checks that [may be delayed](may_be_delayed) are queued, soon after the last ones were sent. `callers` has the callers
+    /// that the worker's last batch has held back, and afterwards the callers of this batch.
     pub(super) fn take(
         &mut self,
         max: usize,
@@ -104,7 +104,7 @@ impl NodeQueue {
             to,
         )?;
         for Job { check, .. } in &*to {
-            if is_patient(check) {
+            if may_be_delayed(check) {
                 self.sent_at = Some(now);
             }
             if holds_back_later(check) && self.giving_back.insert(*check.key()) {
@@ -114,17 +114,17 @@ impl NodeQueue {
         Some(left)
     }
 
-    /// Returns `true` if only patient checks are queued, fewer than fill a batch, and it is too early for them.
+    /// Returns `true` if only checks that may be delayed are queued, fewer than fill a batch, and it is too early for them.
     fn waits_for_others(&self, max: usize, now: Instant) -> bool {
         if self.jobs.waiting() >= max || self.waits_until(now).is_none() {
             return false;
         }
-        self.jobs.iter().all(|job| is_patient(&job.check))
+        self.jobs.iter().all(|job| may_be_delayed(&job.check))
     }
 
-    /// Returns the time at which patient checks are sent, if that is later.
+    /// Returns the time at which checks that may be delayed are sent, if that is later.
     fn waits_until(&self, now: Instant) -> Option<Instant> {
-        let until = self.sent_at? + PATIENCE;
+        let until = self.sent_at? + DELAY;
         if until <= now {
             return None;
         }
@@ -142,10 +142,33 @@ impl NodeQueue {
     }
 
     /// Lets the checks of these callers pass: the batch with their give-backs has been answered, or has failed.
-    pub(super) fn let_go(&mut self, callers: &mut Vec<Key>) {
+    fn let_go(&mut self, callers: &mut Vec<Key>) {
         for caller in callers.drain(..) {
             self.giving_back.remove(&caller);
         }
+    }
+
+    /// Moves all checks to a worker, which fails them together with its unsent ones.
+    pub(super) fn take_all(&mut self, to: &mut Vec<Job>) {
+        self.jobs.take_all(to);
+    }
+
+    /// Subtracts a worker that was dropped, with the callers of its batch. If it was the last one, returns the queued checks,
+    /// which must be failed.
+    #[must_use]
+    pub(super) fn worker_dropped(&mut self, callers: &mut Vec<Key>) -> Vec<Job> {
+        self.let_go(callers);
+        self.jobs.worker_dropped()
+    }
+
+    /// The checks of a queue whose workers have all ended.
+    pub(super) fn into_jobs(self) -> Vec<Job> {
+        self.jobs.into_jobs()
+    }
+
+    /// Number of checks ever queued.
+    pub(super) fn pushed(&self) -> u64 {
+        self.jobs.next_number()
     }
 
     pub(super) fn is_of(&self, runtime: Id, node: Option<Node>) -> bool {
@@ -161,7 +184,7 @@ impl NodeQueue {
     pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, NextSend), Full> {
         // A redirected check keeps its id: its caller may withdraw it.
         if let Some(id) = job.id {
-            let starts = self.jobs.put(job);
+            let starts = self.jobs.push_accepted(job);
             return Ok((id, self.sending(starts)));
         }
         let id = JobId {
@@ -169,13 +192,13 @@ impl NodeQueue {
             number: self.jobs.next_number(),
         };
         job.id = Some(id);
-        if !is_patient(&job.check) {
+        if !may_be_delayed(&job.check) {
             let starts = self.jobs.push(job)?;
             return Ok((id, self.sending(starts)));
         }
         // A running worker takes it with its next batch. Otherwise it may wait for others, since no request awaits it.
         let since = job.since;
-        let no_worker_runs = self.jobs.push_quietly(job)?;
+        let no_worker_runs = self.jobs.push_without_worker(job)?;
         if no_worker_runs {
             return Ok((id, self.send_soon(since)));
         }
@@ -190,7 +213,7 @@ impl NodeQueue {
         }
     }
 
-    /// Sends patient checks, for which no worker runs: immediately, or soon after the last ones.
+    /// Sends checks that may be delayed, for which no worker runs: immediately, or soon after the last ones.
     fn send_soon(&mut self, now: Instant) -> NextSend {
         if self.waits_until(now).is_none() {
             let starts = self.jobs.start();
@@ -236,8 +259,8 @@ pub(super) enum NextSend {
     },
 }
 
-/// Time for which [patient](is_patient) checks wait for others after the last ones were sent.
-const PATIENCE: Duration = Duration::from_millis(2);
+/// Time for which checks that [may be delayed](may_be_delayed) wait for others after the last ones were sent.
+const DELAY: Duration = Duration::from_millis(2);
 
 /// A worker to start. The queue has counted it.
 pub(super) struct WorkerStart {
@@ -252,8 +275,8 @@ impl NodeQueues {
     pub(super) fn have(&self, id: JobId) -> bool {
         for queue in &self.each {
             let is_in_its_first = queue.number == id.queue && queue.jobs.has(id.number);
-            // A worker may have put it back.
-            if is_in_its_first || queue.jobs.held.iter().any(|job| job.id == Some(id)) {
+            // A worker may have passed over it.
+            if is_in_its_first || queue.jobs.held_back.iter().any(|job| job.id == Some(id)) {
                 return true;
             }
         }
@@ -295,13 +318,13 @@ impl NodeQueues {
 #[derive(Debug)]
 pub(super) struct JobQueue<J> {
     jobs: VecDeque<J>,
-    /// Jobs that a worker has put back, because another worker's batch holds them back. That worker takes them when its
-    /// batch has ended.
-    held: Vec<J>,
+    /// Jobs that a worker has passed over, because another worker's batch holds them back. That worker takes them when its
+    /// batch has ended. They are queued, but no longer in `jobs`.
+    held_back: Vec<J>,
     max_jobs: usize,
-    /// Number of jobs that have left the queue. Jobs are numbered in order of arrival, so this is the number of the
-    /// oldest queued job.
-    left: u64,
+    /// Number of jobs that were removed from `jobs`. Jobs are numbered in order of arrival, so this is the number of the
+    /// first one in `jobs`.
+    removed: u64,
     /// Number of workers that run or are about to.
     workers: usize,
     max_workers: usize,
@@ -317,9 +340,9 @@ impl<J> JobQueue<J> {
     pub(super) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
         Self {
             jobs: VecDeque::new(),
-            held: vec![],
+            held_back: vec![],
             max_jobs,
-            left: 0,
+            removed: 0,
             workers: 0,
             max_workers,
             backlog,
@@ -332,10 +355,8 @@ impl<J> JobQueue<J> {
     ///
     /// [`Full`].
     pub(super) fn push(&mut self, job: J) -> Result<bool, Full> {
-        if self.waiting() >= self.max_jobs {
-            return Err(Full);
-        }
-        Ok(self.put(job))
+        self.check_room()?;
+        Ok(self.push_accepted(job))
     }
 
     /// Adds a job for which no worker need be started. Returns `true` if none runs.
@@ -343,12 +364,18 @@ impl<J> JobQueue<J> {
     /// # Errors
     ///
     /// [`Full`].
-    fn push_quietly(&mut self, job: J) -> Result<bool, Full> {
-        if self.waiting() >= self.max_jobs {
-            return Err(Full);
-        }
+    fn push_without_worker(&mut self, job: J) -> Result<bool, Full> {
+        self.check_room()?;
         self.jobs.push_back(job);
         Ok(self.workers == 0)
+    }
+
+    fn check_room(&self) -> Result<(), Full> {
+        if self.waiting() < self.max_jobs {
+            Ok(())
+        } else {
+            Err(Full)
+        }
     }
 
     /// Returns `true` if jobs are queued and no worker runs.
@@ -372,7 +399,7 @@ impl<J> JobQueue<J> {
     }
 
     /// Like [`push`](Self::push), for a job that another queue has accepted: it ignores the maximum.
-    pub(super) fn put(&mut self, job: J) -> bool {
+    fn push_accepted(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
         let is_needed = self.workers == 0 || self.jobs.len() > self.backlog;
         let starts = self.workers < self.max_workers && is_needed;
@@ -384,12 +411,12 @@ impl<J> JobQueue<J> {
 
     /// The queued jobs.
     pub(super) fn iter(&self) -> impl Iterator<Item = &J> {
-        self.held.iter().chain(&self.jobs)
+        self.held_back.iter().chain(&self.jobs)
     }
 
     /// The number of queued jobs.
     fn waiting(&self) -> usize {
-        self.held.len() + self.jobs.len()
+        self.held_back.len() + self.jobs.len()
     }
 
     /// Returns `true` if no job is queued and no worker runs.
@@ -399,16 +426,16 @@ impl<J> JobQueue<J> {
 
     /// The number of the next job.
     pub(super) fn next_number(&self) -> u64 {
-        self.left + self.jobs.len() as u64
+        self.removed + self.jobs.len() as u64
     }
 
     /// Returns `true` if the job of this number is queued, so that no worker has taken it.
     pub(super) fn has(&self, number: u64) -> bool {
-        (self.left..self.next_number()).contains(&number)
+        (self.removed..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Puts those
-    /// back that are held, which a later call moves. Returns the number of jobs left.
+    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Passes over those
+    /// that are held back, which a later call moves. Returns the number of jobs left.
     ///
     /// Returns `None` if no job was moved: the worker is subtracted, and must end. A job that is held is moved by the
     /// worker that holds it back, when its batch has ended.
@@ -416,28 +443,28 @@ impl<J> JobQueue<J> {
         &mut self,
         max: usize,
         weight: impl Fn(&J) -> usize,
-        is_held: impl Fn(&J) -> bool,
+        is_held_back: impl Fn(&J) -> bool,
         to: &mut Vec<J>,
     ) -> Option<usize> {
         let before = to.len();
         let mut room = Room::of(max);
         // First, since they are older than all others: the checks of a caller must stay in order.
-        for job in mem::take(&mut self.held) {
-            if !is_held(&job) && room.try_add(weight(&job)) {
+        for job in mem::take(&mut self.held_back) {
+            if !is_held_back(&job) && room.try_add(weight(&job)) {
                 to.push(job);
             } else {
-                self.held.push(job);
+                self.held_back.push(job);
             }
         }
         while let Some(job) = self.jobs.front() {
-            if is_held(job) {
-                self.held.extend(self.jobs.pop_front());
+            if is_held_back(job) {
+                self.held_back.extend(self.jobs.pop_front());
             } else if room.try_add(weight(job)) {
                 to.extend(self.jobs.pop_front());
             } else {
                 break;
             }
-            self.left += 1;
+            self.removed += 1;
         }
         if to.len() == before {
             // Under the same lock: the next push finds no worker, and starts one.
@@ -448,28 +475,28 @@ impl<J> JobQueue<J> {
     }
 
     /// Moves all jobs to a worker that fails them together with the jobs that it could not send.
-    pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
-        self.left = self.next_number();
-        to.extend(self.held.drain(..).chain(self.jobs.drain(..)));
+    fn take_all(&mut self, to: &mut Vec<J>) {
+        self.removed = self.next_number();
+        to.extend(self.held_back.drain(..).chain(self.jobs.drain(..)));
     }
 
     /// Subtracts a worker that was dropped. If it was the last one, returns the queued jobs, which must be failed:
     /// another push might never come.
     #[must_use]
-    pub(super) fn leave(&mut self) -> Vec<J> {
+    fn worker_dropped(&mut self) -> Vec<J> {
         self.workers -= 1;
-        let mut left = vec![];
+        let mut jobs = vec![];
         if self.workers == 0 {
-            self.take_all(&mut left);
+            self.take_all(&mut jobs);
         }
-        left
+        jobs
     }
 
     /// The jobs of a queue whose workers have all ended.
-    pub(super) fn into_jobs(mut self) -> Vec<J> {
-        let mut left = vec![];
-        self.take_all(&mut left);
-        left
+    fn into_jobs(mut self) -> Vec<J> {
+        let mut jobs = vec![];
+        self.take_all(&mut jobs);
+        jobs
     }
 }
 
@@ -600,7 +627,7 @@ impl Job {
     /// Whether it must not be sent: the caller has dropped the future, or the timeout has passed.
     pub(super) fn is_late(&self, now: Instant, timeout: Duration) -> bool {
         // A fallback withdraws its checks itself: it knows whether the runtime was late.
-        let has_timeout = !self.check.sending().is_timed;
+        let has_timeout = !self.check.sending().sender_limits_time;
         let age = now.saturating_duration_since(self.since);
         self.is_abandoned() || has_timeout && age > timeout
     }
@@ -647,7 +674,7 @@ impl Future for RedisFuture {
 }
 
 /// Returns `true` if a check may be sent a little later, together with others: no request awaits it.
-fn is_patient(check: &Check) -> bool {
+fn may_be_delayed(check: &Check) -> bool {
     check.sending().by != SentBy::Request
 }
 
@@ -742,7 +769,7 @@ mod tests {
                 {
                     return;
                 }
-                jobs.extend(self.queue.lock().unwrap().leave());
+                jobs.extend(self.queue.lock().unwrap().worker_dropped());
                 return self.answer(jobs);
             }
             while self
@@ -832,7 +859,7 @@ mod tests {
 
     /// Otherwise each check would start a timer, or the second one would wait forever.
     #[tokio::test(start_paused = true)]
-    async fn one_timer_runs_for_patient_checks() {
+    async fn one_timer_runs_for_delayed_checks() {
         let (store, _watch) = oneshot::channel();
         let runtime = tokio::runtime::Handle::current().id();
         let jobs = JobQueue::new(10, 1, 0);
@@ -851,13 +878,13 @@ mod tests {
         assert!(matches!(push(&mut queue), NextSend::By(_)));
         assert_eq!(send(&mut queue), 1);
         for round in 0..2 {
-            let due = instant() + PATIENCE;
+            let due = instant() + DELAY;
             assert!(
                 matches!(push(&mut queue), NextSend::At { time, .. } if time == due),
                 "{round}"
             );
             assert!(matches!(push(&mut queue), NextSend::Begun), "{round}");
-            tokio::time::advance(PATIENCE).await;
+            tokio::time::advance(DELAY).await;
             assert!(queue.on_timer().is_some(), "{round}");
             assert_eq!(send(&mut queue), 2, "{round}");
         }

@@ -362,7 +362,7 @@ impl SharedStore {
             return Err(error.clone());
         }
         let (job, answer) = Job::new(check, partition);
-        match self.put(&runtime, self.topology.node(partition), job) {
+        match self.enqueue_for(&runtime, self.topology.node(partition), job) {
             Ok(id) => Ok(RedisFuture::new(answer, id)),
             Err(Full) => Err(StoreError::new(ErrorKind::QueueFull)),
         }
@@ -375,12 +375,12 @@ impl SharedStore {
         };
         for (node, job) in jobs {
             // Never full: another queue has accepted it before.
-            let _ = self.put(&runtime, node, job);
+            let _ = self.enqueue_for(&runtime, node, job);
         }
     }
 
     /// Adds a check to the queue of a node, and starts a worker or a timer if it needs one.
-    fn put(
+    fn enqueue_for(
         self: &Arc<Self>,
         runtime: &Handle,
         node: Option<Node>,
@@ -765,7 +765,7 @@ impl Drop for Watch {
         let Some(queue) = inner.queues().remove(self.queue_number) else {
             return;
         };
-        for job in queue.jobs.into_jobs() {
+        for job in queue.into_jobs() {
             job.fail(no_runtime().not_sent());
         }
     }

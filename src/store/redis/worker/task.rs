@@ -166,7 +166,7 @@ impl Worker {
     fn pushed(&self) -> u64 {
         let mut queues = self.inner.queues();
         match queues.of(self.queue_number) {
-            Some(queue) => queue.jobs.next_number(),
+            Some(queue) => queue.pushed(),
             None => 0,
         }
     }
@@ -314,7 +314,7 @@ impl Worker {
             return;
         }
         if let Some(queue) = self.inner.queues().of(self.queue_number) {
-            queue.jobs.take_all(jobs);
+            queue.take_all(jobs);
         }
         self.inner.refresh(Why::Lost(node));
         let (elsewhere, left) = self.inner.split_moved(jobs.drain(..), node);
@@ -390,8 +390,7 @@ impl Drop for Worker {
         }
         let mut queued = vec![];
         if let Some(queue) = self.inner.queues().of(self.queue_number) {
-            queue.let_go(&mut self.batch.callers);
-            queued = queue.jobs.leave();
+            queued = queue.worker_dropped(&mut self.batch.callers);
         }
         // Without the lock: an answer wakes its caller's task.
         for job in self.batch.jobs.drain(..) {
