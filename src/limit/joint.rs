@@ -138,6 +138,12 @@ impl JointCheck {
         self.id.as_ref()
     }
 
+    /// Creates the decision from the decision on each part, for your own [`Store`](crate::store::Store) that has charged all
+    /// parts or none. It allows the request if all parts do.
+    pub fn decided(&self, decide: impl FnMut(&Check) -> Decision) -> JointDecision {
+        self.combine(self.parts.iter().map(decide).map(Some).collect())
+    }
+
     /// Returns the check of the first key.
     pub(crate) fn first(&self) -> &Check {
         &self.parts[0]
