@@ -381,3 +381,60 @@ impl Joint {
         each
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Policy, Strategy, Verdict};
+
+    fn list(name: &str) -> Policies {
+        Policy::new(name, Strategy::Gcra, "9/h").unwrap().into()
+    }
+
+    #[test]
+    fn one_check_is_of_all_callers() {
+        let lists = ["user", "org"].map(list);
+        let keys = ["ann", "acme"].map(Key::new);
+        let joint = JointCheck::take(keys.into_iter().zip(&lists), 2).unwrap();
+        let one = joint.with_id("1").as_one();
+        for key in &keys {
+            assert!(one.is_of_any(|caller| caller == key));
+        }
+        assert!(!one.is_of_any(|caller| *caller == Key::new("bob")));
+        assert_eq!((one.id(), one.policies().len()), (Some(&Key::new("1")), 2));
+        let joint = one.joint().unwrap();
+        assert!(joint.key_of_each().eq(&keys));
+    }
+
+    /// The decision on all keys names the policy that denies with the longest wait.
+    #[test]
+    fn a_custom_store_may_decide_all_keys() {
+        let lists = ["user", "org", "all"].map(list);
+        let keys = [Key::new("ann"), Key::new("acme"), Key::GLOBAL];
+        let joint = JointCheck::take(keys.into_iter().zip(&lists), 2).unwrap();
+        let decide = |waits: [u64; 3]| {
+            let mut waits = waits.into_iter();
+            joint.decided(|part| {
+                let verdict = match waits.next() {
+                    Some(0) | None => Verdict::allowed(),
+                    Some(wait) => Verdict::denied(std::time::Duration::from_secs(wait)),
+                };
+                part.decided(Source::Other("own"), 2, |_| verdict)
+            })
+        };
+        let allowed = decide([0, 0, 0]);
+        assert_eq!(allowed.decision().granted(), 2);
+        assert!(
+            allowed
+                .decision()
+                .refund(keys[0], 2, Default::default())
+                .is_none()
+        );
+        let denied = decide([5, 9, 0]);
+        assert_eq!(denied.decision().policy().name(), "org");
+        assert_eq!(
+            (denied.decision().granted(), denied.decider(&joint)),
+            (0, &keys[1])
+        );
+    }
+}

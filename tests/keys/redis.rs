@@ -124,6 +124,24 @@ async fn redis_decides_as_a_local_store() {
     assert!(denied > 200, "{denied}");
 }
 
+/// Equal checks share an entry of a call, but not if another check of one of their keys is in between.
+#[tokio::test]
+async fn an_equal_check_does_not_overtake_a_refund() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).denials(0);
+    let store = store.timeout(PATIENT).connect_lazy().unwrap();
+    let lists = lists(Strategy::SlidingLog, ["2/d", "2/d", "2/d"]);
+    let take = || store.check_all(JointCheck::take(parts("ann", &lists), 2).unwrap());
+    let refund = |i: usize| store.check(Check::refund(parts("ann", &lists)[i].0, &lists[i], 2));
+    // All in one batch.
+    let first = take();
+    let refunds: Vec<_> = (0..3).map(refund).collect();
+    let second = take();
+    assert!(first.await.unwrap().decision().is_allowed());
+    drop(join_all(refunds).await);
+    assert!(second.await.unwrap().decision().is_allowed());
+}
+
 /// What a decision grants, and what remains under each policy.
 fn shown(decision: &Decision) -> (u32, Vec<(bool, u32)>) {
     let each = decision
