@@ -1,5 +1,5 @@
--- The driver: decides a batch of checks. Each check is of one caller under one or more policies, and is charged under
--- all of them or none.
+-- The driver: decides a batch of checks. Each check is of one caller, or of several, under one or more policies, and is
+-- charged under all of them or none.
 
 -- Returns the state after a denied take, and whether it must be saved: see `denied` in prelude.lua.
 local function after_denial(strategy, policy, a, b, c, dirty)

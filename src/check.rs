@@ -18,6 +18,8 @@
 //! # }
 //! ```
 
-pub use crate::limit::{Check, Decision, Mode, Outcome, RateLimited, SlotId, Source, Verdict};
+pub use crate::limit::{
+    Check, Decision, JointCheck, JointDecision, Mode, Outcome, RateLimited, SlotId, Source, Verdict,
+};
 pub use crate::limiter::Applied;
 pub use crate::middleware::DryRun;

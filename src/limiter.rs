@@ -14,12 +14,13 @@ use crate::gate::{Blocking, Notifier, PolicySelector, Selector, denial};
 use crate::held_slots::{InFlightTracker, Slot};
 use crate::leases::without_block;
 use crate::limit::{
-    BlockAfter, Charge, Check, Decision, Extra, Key, Mode, Policies, Quota, Source, Verdict,
+    BlockAfter, Charge, Check, Decision, Extra, JointCheck, JointDecision, Key, Mode, Policies,
+    Quota, RateLimited, Source, Verdict,
 };
 use crate::observe::event::UncountedReason;
 use crate::observe::{Observer, shared_observer};
 use crate::settle::{Reservation, ReserveError};
-use crate::store::{Answer, Store, flush};
+use crate::store::{Answer, JointFuture, Store, flush};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, NoPermit, Permit, Spent, WaitQueues};
 
@@ -449,6 +450,42 @@ impl<S: Store> Limiter<S> {
         self.decide(take.with_extra(Extra::Id(id)))
     }
 
+    /// Takes `cost` of each of several keys under its own policies, all or nothing: of a user, its organization and the
+    /// whole service. A denial charges nothing, and names the denying [policy](Decision::policy). The limiter's own
+    /// policies are not used.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let per_user = Policies::from(Policy::new("user", Strategy::Gcra, "10/h")?);
+    /// let per_org = Policies::from(Policy::new("org", Strategy::Gcra, "15/h")?);
+    /// let limiter = Limiter::new(LocalStore::default(), per_user.clone());
+    /// let take = |user| limiter.take_all([(Key::new(user), &per_user), (Key::new("acme"), &per_org)], 10);
+    ///
+    /// assert!(take("ann").await?.is_allowed());
+    /// assert_eq!(take("bob").await?.policy().name(), "org");
+    /// assert_eq!(limiter.peek(Key::new("bob"), 0).await?.remaining(), 10);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// [Several keys](crate::guide::keys#several-keys) has the guarantees of each store. A blocked caller is the first key.
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take), and of the kind [`Configuration`](crate::store::ErrorKind::Configuration) as
+    /// [`JointCheck::take`](crate::check::JointCheck::take).
+    pub fn take_all<'a>(
+        &self,
+        parts: impl IntoIterator<Item = (Key, &'a Policies)>,
+        cost: u32,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
+        let decided = JointCheck::take(parts, cost).map(|joint| self.decide_all(joint));
+        async move { Ok(decided?.await?.into_decision()) }
+    }
+
     /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
     ///
     /// # Errors
@@ -547,6 +584,42 @@ impl<S: Store> Limiter<S> {
         let granted = self.grant(key, cost);
         let ops = self.in_flight.ops().clone();
         async move { Ok(granted.await?.into_reservation(ops)) }
+    }
+
+    /// Takes `cost` of each of several keys as one [`Reservation`], as [`take_all`](Self::take_all) does. It settles the
+    /// same cost of each key, and holds a slot under the policies of requests in flight of each.
+    ///
+    /// # Errors
+    ///
+    /// As [`reserve`](Self::reserve) and [`take_all`](Self::take_all).
+    pub fn reserve_all<'a>(
+        &self,
+        parts: impl IntoIterator<Item = (Key, &'a Policies)>,
+        cost: u32,
+    ) -> impl Future<Output = Result<Reservation, ReserveError>> + Send + 'static {
+        let ops = self.in_flight.ops().clone();
+        // Restart the sender if its runtime has shut down: it will settle the reservation.
+        ops.wake();
+        let since = instant();
+        let sent = JointCheck::take(parts, cost).map(|joint| {
+            // Before the check is sent: if this future is dropped before the reply, the slots are released.
+            let slots = self.in_flight.track_all(&joint);
+            let answer = self.decide_all(joint.clone());
+            (joint, slots, answer)
+        });
+        async move {
+            let (joint, mut slots, answer) = sent.map_err(StoreError::from)?;
+            let answer = answer.await;
+            slots.on_reply(answer.as_ref());
+            let decided = answer?;
+            if !decided.decision().is_allowed() {
+                let denied = RateLimited::new(decided.into_decision());
+                return Err(ReserveError::Denied(denied));
+            }
+            let charges = decided.charges(&joint, since, instant());
+            let decision = decided.into_decision();
+            Ok(Reservation::new(decision, charges, slots, ops))
+        }
     }
 
     /// Takes `cost` as a [`Reservation`], like [`reserve`](Self::reserve), waiting up to `max` if necessary, as
@@ -697,6 +770,37 @@ impl<S: Store> Limiter<S> {
             let answer = answer.await;
             reported.answered(&answer);
             reported.strike(&answer);
+            answer
+        }
+    }
+
+    /// Sends a take of several keys immediately, and reports its decision.
+    fn decide_all(
+        &self,
+        joint: JointCheck,
+    ) -> impl Future<Output = Result<JointDecision, StoreError>> + Send + 'static {
+        let reported = self.reported(joint.first());
+        let answer = match self.block_of(joint.first()) {
+            Some(denied) => JointFuture::ready(Ok(joint.combine(vec![Some(denied)]))),
+            None => self.notifier.send_all(&self.store, joint.clone()),
+        };
+        async move {
+            let answer = answer.await;
+            let Reported {
+                notifier,
+                since,
+                blocking,
+                key,
+                ..
+            } = reported;
+            notifier.joint_answered(&joint, since, &answer, false);
+            // The denial of another key is not the fault of the first one.
+            if let Some((blocking, ops)) = blocking
+                && let Ok(decided) = &answer
+                && let Some(Some(first)) = decided.parts().first()
+            {
+                blocking.denied(&key, &key, first, &ops);
+            }
             answer
         }
     }

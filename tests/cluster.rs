@@ -41,6 +41,9 @@ mod faults {
 mod in_flight {
     mod cluster;
 }
+mod keys {
+    mod cluster;
+}
 mod settle {
     mod cluster;
 }

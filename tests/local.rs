@@ -45,6 +45,7 @@ mod in_flight {
 mod keys {
     mod local {
         mod client_ip;
+        mod joint;
         #[cfg(feature = "axum")]
         mod routes;
     }

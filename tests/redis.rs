@@ -84,6 +84,9 @@ mod in_flight {
     mod redis;
 }
 #[cfg(feature = "axum")]
+mod keys {
+    mod redis;
+}
 mod layer {
     mod redis;
 }

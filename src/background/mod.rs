@@ -10,5 +10,7 @@ mod task;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use op_queue::{OpQueue, PendingOp, SentCheck, WeakOpQueue, panicked};
+pub(crate) use op_queue::{
+    OpQueue, PendingJointReply, PendingOp, SentCheck, WeakOpQueue, panicked,
+};
 pub(crate) use task::{Task, TaskOwner};

@@ -14,6 +14,7 @@
 //! |---|---|
 //! | `extract`, `missing` | the key of a request, or the reason for a missing key |
 //! | `select` | what finds the policies of a request |
+//! | `joint` | requests with several keys, which are allowed together or not at all |
 //! | `blocking` | blocked callers, and the denials that block them |
 //! | `settings` | the plain settings of a layer, such as [`OnError`] |
 //! | `wait` | how long requests wait in a queue instead of being denied |
@@ -29,6 +30,7 @@
 
 mod blocking;
 mod extract;
+mod joint;
 mod missing;
 mod notifier;
 mod select;
@@ -58,6 +60,7 @@ pub(crate) use notifier::Notifier;
 pub(crate) use settings::Enforcement;
 
 use self::blocking::KeyOf;
+use self::joint::{JointQuestion, OtherKey};
 use self::settings::Settings;
 use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
@@ -71,7 +74,7 @@ use crate::observe::Observer;
 use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settlement};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, JointFuture, Store};
 use crate::util::{instant, own_list, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
 use crate::waiters::Waiters;
@@ -82,6 +85,8 @@ pub(crate) struct Gate<S, R> {
     /// The waiters of the store, which list the layers over it. `None` if the store has no waiters.
     waiters: Option<Waiters>,
     policies: Selector<R>,
+    /// Further keys, which must allow a request too.
+    others: Vec<OtherKey<R>>,
     pub(crate) settings: Settings<R>,
     /// How long requests wait instead of being denied, and in which queues. `None` if requests do
     /// not wait.
@@ -139,6 +144,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             waiters: store.backend().waiters(),
             store,
             policies: Selector::new(policies),
+            others: vec![],
             settings: Settings::default(),
             wait: None,
             notifier: Notifier::default(),
@@ -158,6 +164,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.store.backend().observe(&observer);
         for selector in self.settings.shadows.iter().chain([&self.policies]) {
             selector.observe(&observer);
+        }
+        for other in &self.others {
+            other.observe(&observer);
         }
         // The tracker first: its operation queue reports to the observer, and the rest uses that queue.
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
@@ -192,7 +201,7 @@ impl<S, R> Gate<S, R> {
             Some(key_of) => blocking.by(key_of),
             None => blocking,
         });
-        if self.settings.enforcement == Enforcement::Plain {
+        if self.settings.enforcement != Enforcement::DryRun {
             self.settings.enforcement = Enforcement::WithBlocks;
         }
     }
@@ -221,10 +230,17 @@ impl<S, R> Gate<S, R> {
     ///
     /// # Panics
     ///
-    /// If the layer does not see requests end, and a policy limits requests in flight. Failing at
-    /// startup is better than running without that limit until someone reads the log.
-    pub(crate) fn assert_countable(&self) {
-        for selector in self.settings.shadows.iter().chain([&self.policies]) {
+    /// If the layer does not see requests end, and a policy limits requests in flight; if the policies of several keys do
+    /// not fit together, or their requests wait. Failing at startup is better than running without that limit until
+    /// someone reads the log.
+    pub(crate) fn assert_countable(&self)
+    where
+        R: 'static,
+    {
+        self.assert_joint();
+        let others = self.others.iter().map(|other| &other.policies);
+        let shadows = self.settings.shadows.iter();
+        for selector in shadows.chain([&self.policies]).chain(others) {
             let in_flight =
                 matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
             assert!(
@@ -235,10 +251,13 @@ impl<S, R> Gate<S, R> {
     }
 
     /// Reports a fixed policy if another layer sets another limit for its count.
-    pub(crate) fn report_shared_count(&self) {
-        if let (Selector::Fixed(policies), Some(waiters)) = (&self.policies, &self.waiters) {
+    pub(crate) fn report_shared_count(&self)
+    where
+        R: 'static,
+    {
+        if let (Some(Ok(policies)), Some(waiters)) = (self.fixed_policies(), &self.waiters) {
             self.notifier
-                .shared_count(|| Some(waiters.clone()), policies);
+                .shared_count(|| Some(waiters.clone()), &policies);
         }
     }
 }
@@ -264,7 +283,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let extracted = extractor.extract_for(request, &self.notifier);
         match self.settings.enforcement {
             Enforcement::Plain => {}
+            Enforcement::SeveralKeys => {
+                let selected = self.policies.find(request, extracted.as_ref().ok());
+                return self.admit_all(request, extracted, selected);
+            }
             Enforcement::WithBlocks => return self.admit_unless_blocked(request, extracted),
+            Enforcement::DryRun if !self.others.is_empty() => {
+                return self.dry_run_all(request, extracted);
+            }
             Enforcement::DryRun => return self.exempt(request, extracted),
         }
         // Before the key is required: the selector may exempt a request without a key.
@@ -291,7 +317,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             return self.deny_blocked(request, *key, policies, Some(rest));
         }
-        self.admit_under(request, extracted, selected)
+        if self.others.is_empty() {
+            self.admit_under(request, extracted, selected)
+        } else {
+            self.admit_all(request, extracted, selected)
+        }
     }
 
     /// Denies a request without a check: its caller is blocked for `rest`, or its policies are
@@ -365,6 +395,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
             if let Some(caller) = self.policies.caller_without(forms) {
                 self.notifier.impossible_caller(&caller, forms);
             }
+            for other in &self.others {
+                let forms = other.extractor().forms();
+                if let Some(caller) = other.policies.caller_without(forms) {
+                    self.notifier.impossible_caller(&caller, forms);
+                }
+            }
         }
         self.notifier.has_route(extractor.has_route(request));
     }
@@ -382,15 +418,20 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     #[inline]
     fn check(&self, key: Key, policies: &Policies, request: &R, id: Option<Key>) -> Check {
-        let cost = match &self.settings.cost {
-            Some(cost_of) => self.noticed(cost_of(request, policies), policies),
-            None => 1,
-        };
-        let check = Check::take(key, policies, cost);
+        let check = Check::take(key, policies, self.cost(request, policies));
         match id {
             Some(id) => check.with_extra(Extra::Id(id)),
             None if self.settles() => without_block(check),
             None => check,
+        }
+    }
+
+    /// Returns the cost of a request under these policies.
+    #[inline]
+    fn cost(&self, request: &R, policies: &Policies) -> u32 {
+        match &self.settings.cost {
+            Some(cost_of) => self.noticed(cost_of(request, policies), policies),
+            None => 1,
         }
     }
 
@@ -413,18 +454,23 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Some(id)
     }
 
-    /// Records the send time if an observer needs the duration, or if the charge will be settled.
+    /// Returns the send time if an observer needs the duration, or if the charge will be settled.
+    #[inline]
+    fn since(&self) -> Option<Instant> {
+        if self.settles() {
+            Some(instant())
+        } else {
+            self.notifier.since()
+        }
+    }
+
     #[inline]
     fn question(&self, check: &Check, id: Option<Key>) -> Question {
         Question {
             key: *check.key(),
             id,
             cost: check.cost(),
-            since: if self.settles() {
-                Some(instant())
-            } else {
-                self.notifier.since()
-            },
+            since: self.since(),
             turn: Turn::Next,
             slot: None,
         }
@@ -731,6 +777,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
             store: self.store.clone(),
             waiters: self.waiters.clone(),
             policies: self.policies.clone(),
+            others: self.others.clone(),
             settings: self.settings.clone(),
             wait: self.wait.clone(),
             notifier: self.notifier.clone(),
@@ -819,6 +866,12 @@ pin_project! {
             // `None` once the store has replied.
             question: Option<Question>,
         },
+        /// The check of several keys is in progress.
+        Joint {
+            future: JointFuture,
+            // `None` once the store has replied.
+            question: Option<Box<JointQuestion>>,
+        },
         /// The request waits for its turn.
         Queued {
             acquire: Box<Acquire>,
@@ -863,6 +916,13 @@ impl<D> Pending<D> {
                 Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
                 Admission::Undecided(queued) => self.set(queued),
             }
+        }
+        if let PendingProj::Joint { future, question } = self.as_mut().project() {
+            let answer = ready!(Pin::new(future).poll(cx));
+            let Some(question) = question.take() else {
+                polled_after_completion("Pending");
+            };
+            return Poll::Ready(Ok(gate.conclude_joint(request, *question, answer)));
         }
         let PendingProj::Queued { acquire, question } = self.project() else {
             polled_after_completion("Pending");

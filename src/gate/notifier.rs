@@ -8,14 +8,14 @@ use tokio::time::Instant;
 use super::MissingKey;
 use crate::error::StoreError;
 use crate::leases::{has_lease, is_leasable};
-use crate::limit::{Check, Decision, Key, KeyForms, Outcome, Policies};
+use crate::limit::{Check, Decision, JointCheck, JointDecision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
     CALL_WITHOUT_READY, CALLER_FORM, CONSTANT_ID, COUNTED_TWICE, DENIED_WITH_SUCCESS,
     GRPC_OVER_HTTP, NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, JointFuture, Store};
 use crate::util::{OnceFlag, instant, lock};
 use crate::waiters::{ListedLayer, Waiters};
 
@@ -133,6 +133,28 @@ impl Notifier {
                 event.unanswered = !dry_run;
                 or_log(observer).failed(&event);
             }
+        }
+    }
+
+    /// Like [`answered`](Self::answered), for a check of several keys, which is reported under the key of the deciding
+    /// policy.
+    pub(crate) fn joint_answered(
+        &self,
+        joint: &JointCheck,
+        since: Option<Instant>,
+        answer: &Result<JointDecision, StoreError>,
+        dry_run: bool,
+    ) {
+        let key = match answer {
+            Ok(decided) => decided.decider(joint),
+            Err(_) => joint.first().key(),
+        };
+        let whole = match answer {
+            Ok(decided) => Ok(decided.decision().clone()),
+            Err(error) => Err(error.clone()),
+        };
+        if self.is_notified(&whole) {
+            self.answered(key, joint.cost(), since, &whole, dry_run);
         }
     }
 
@@ -405,6 +427,12 @@ impl Notifier {
             self.examine_lease(store, &check);
         }
         store.check(check)
+    }
+
+    /// Sends a check of several keys. Reports the first one under a leased policy: no block can decide it.
+    pub(crate) fn send_all<S: Store>(&self, store: &S, joint: JointCheck) -> JointFuture {
+        self.never_leased(joint.policies());
+        store.check_all(joint)
     }
 
     /// Looks at the first check under a leased policy that costs something.

@@ -56,7 +56,9 @@ settings! {
 pub(crate) enum Enforcement {
     #[default]
     Plain,
-    /// A blocked caller is denied without a check.
+    /// Several keys must allow a request.
+    SeveralKeys,
+    /// A blocked caller is denied without a check. There may be several keys.
     WithBlocks,
     /// Nothing is denied.
     DryRun,

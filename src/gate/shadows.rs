@@ -1,14 +1,16 @@
 //! The checks of shadows and of dry runs: decided and reported, but never enforced.
 
+use std::mem;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use super::joint::{JointQuestion, joint_charges};
 use super::{Gate, Notifier, Question, Selector, denial};
 use crate::error::StoreError;
-use crate::held_slots::Slot;
-use crate::limit::{Decision, Key};
+use crate::held_slots::{JointSlots, Slot};
+use crate::limit::{Decision, JointDecision, Key};
 use crate::settle::RequestCost;
-use crate::store::{Answer, Store};
+use crate::store::{Answer, JointFuture, Store};
 
 /// The unenforced checks of one request, which run concurrently with the inner call.
 pub(super) struct Shadows<D> {
@@ -18,6 +20,8 @@ pub(super) struct Shadows<D> {
 
 enum Shadow<D> {
     Pending(Pin<Box<D>>, Question),
+    /// A check over several keys.
+    Joint(JointFuture, Box<JointQuestion>),
     Done(Option<Decision>),
 }
 
@@ -40,11 +44,19 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
         let Self { checks, reporter } = self;
         let mut all = Poll::Ready(());
         for check in checks {
-            if let Shadow::Pending(future, question) = check {
-                match future.as_mut().poll(cx) {
-                    Poll::Ready(answer) => *check = Shadow::Done(reporter.report(question, answer)),
-                    Poll::Pending => all = Poll::Pending,
-                }
+            let decided = match check {
+                Shadow::Pending(future, question) => future
+                    .as_mut()
+                    .poll(cx)
+                    .map(|answer| reporter.report(question, answer)),
+                Shadow::Joint(future, question) => Pin::new(future)
+                    .poll(cx)
+                    .map(|answer| reporter.report_joint(question, answer)),
+                Shadow::Done(_) => continue,
+            };
+            match decided {
+                Poll::Ready(decision) => *check = Shadow::Done(decision),
+                Poll::Pending => all = Poll::Pending,
             }
         }
         all
@@ -70,7 +82,8 @@ impl<D> Shadows<D> {
                 has_ended: false,
             },
         };
-        if gate.is_dry_run() {
+        // A dry run of several keys is added by `add_joint`.
+        if gate.is_dry_run() && gate.others.is_empty() {
             // It uses the caller's own key, so enforcement continues its counts.
             shadows.ask(gate, request, (key, id), &gate.policies);
         }
@@ -119,6 +132,19 @@ impl<D> Shadows<D> {
         self.checks.push(shadow);
     }
 
+    /// Adds the check of a dry run of several keys, which was sent.
+    pub(super) fn add_joint(&mut self, mut question: Box<JointQuestion>, answer: JointFuture) {
+        if let Some(charge) = &self.reporter.charge {
+            charge.charges().set_reserved(question.joint.cost());
+        }
+        let own = match answer.into_ready() {
+            Ok(answer) => Shadow::Done(self.reporter.report_joint(&mut question, answer)),
+            Err(future) => Shadow::Joint(future, question),
+        };
+        // Before the shadows: their order is that of the decisions.
+        self.checks.insert(0, own);
+    }
+
     /// Releases the slots: the call has ended.
     pub(super) fn end(&mut self) {
         self.reporter.slots.clear();
@@ -129,12 +155,40 @@ impl<D> Shadows<D> {
     pub(super) fn into_decisions(self) -> impl Iterator<Item = Decision> {
         self.checks.into_iter().filter_map(|check| match check {
             Shadow::Done(decision) => decision,
-            Shadow::Pending(..) => None,
+            Shadow::Pending(..) | Shadow::Joint(..) => None,
         })
     }
 }
 
 impl Reporter {
+    fn report_joint(
+        &mut self,
+        question: &mut JointQuestion,
+        answer: Result<JointDecision, StoreError>,
+    ) -> Option<Decision> {
+        let mut slots = mem::take(&mut question.slots);
+        slots.on_reply(answer.as_ref());
+        let JointQuestion { joint, since, .. } = question;
+        self.notifier.joint_answered(joint, *since, &answer, true);
+        let decided = answer.ok()?;
+        if decided.decision().is_allowed() {
+            // A reply after the end of the call: nothing else would release the slots.
+            if self.has_ended {
+                slots = JointSlots::default();
+            }
+            match &self.charge {
+                None => self.slots.extend(slots),
+                Some(charge) => {
+                    charge.charges().hold(slots);
+                    for reserved in joint_charges(joint, &decided, *since) {
+                        charge.charges().add(reserved, None);
+                    }
+                }
+            }
+        }
+        Some(decided.into_decision())
+    }
+
     fn report(
         &mut self,
         question: &mut Question,

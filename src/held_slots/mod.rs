@@ -21,11 +21,12 @@ use std::mem;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
+use smallvec::SmallVec;
 use tokio::time::{Instant, sleep};
 
 use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, MadeBy, Policies, SlotId};
+use crate::limit::{Check, Decision, JointCheck, JointDecision, Key, MadeBy, Policies, SlotId};
 use crate::observe::Observer;
 use crate::store::{Store, op_queue};
 use crate::util::{RandomState, instant, lock};
@@ -42,14 +43,18 @@ struct SharedSlots {
 
 #[derive(Default)]
 struct TrackedSlots {
-    by_id: HashMap<SlotId, TrackedSlot, RandomState>,
+    by_number: HashMap<u64, TrackedSlot, RandomState>,
+    /// Number of slots that were ever tracked: the number of the next slot. A check over several keys has one slot id for
+    /// all keys.
+    tracked: u64,
     /// The next renewal of each admitted request, by time.
-    renewals: BTreeSet<(Instant, SlotId)>,
+    renewals: BTreeSet<(Instant, u64)>,
     /// Whether some slots have expired, since the queue had no room for their renewals in time.
     are_late: bool,
 }
 
 struct TrackedSlot {
+    id: SlotId,
     key: Key,
     /// The policies that limit requests in flight.
     policies: Policies,
@@ -63,7 +68,18 @@ struct TrackedSlot {
 #[must_use]
 pub(crate) struct Slot {
     tracker: InFlightTracker,
-    id: SlotId,
+    number: u64,
+}
+
+/// The slots of a request over several keys: one for each key with a policy of requests in flight.
+#[must_use]
+#[derive(Default)]
+pub(crate) struct JointSlots(SmallVec<[JointSlot; 1]>);
+
+struct JointSlot {
+    slot: Slot,
+    /// Index of its part of the check.
+    part: usize,
 }
 
 /// Interval at which the task renews the slots that are due. Shorter than a third of any TTL.
@@ -93,12 +109,13 @@ impl InFlightTracker {
         let policies = check.policies().in_flight()?;
         let id = check.slot()?;
         let tracked = TrackedSlot {
+            id,
             key: *check.key(),
             policies: policies.clone(),
             renew_at: None,
             is_unanswered: true,
         };
-        lock(&self.0.slots).by_id.insert(id, tracked);
+        let number = lock(&self.0.slots).add(tracked);
         // Exact, since the task ends under the same lock.
         if !self.0.renewer.is_running() {
             self.0.ensure_renewer();
@@ -107,8 +124,59 @@ impl InFlightTracker {
         self.0.ops.wake();
         Some(Slot {
             tracker: self.clone(),
-            id,
+            number,
         })
+    }
+}
+
+impl InFlightTracker {
+    /// Creates the slots that this check takes, before the check is sent.
+    pub(crate) fn track_all(&self, joint: &JointCheck) -> JointSlots {
+        let mut slots = SmallVec::new();
+        for (part, check) in joint.parts().iter().enumerate() {
+            if let Some(slot) = self.track(check) {
+                slots.push(JointSlot { slot, part });
+            }
+        }
+        JointSlots(slots)
+    }
+}
+
+impl JointSlots {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Handles the store's reply, like [`Slot::on_reply`]: all slots are taken, or none.
+    pub(crate) fn on_reply(&mut self, reply: Result<&JointDecision, &StoreError>) {
+        for JointSlot { slot, part } in &mut self.0 {
+            slot.on_reply(reply.map(|decided| {
+                let whole = decided.decision();
+                match decided.parts().get(*part) {
+                    Some(Some(own)) if whole.is_allowed() || own.made_by() == MadeBy::Unsure => own,
+                    // The store has released the slot, or never took it.
+                    _ => whole,
+                }
+            }));
+        }
+    }
+
+    /// See [`Slot::admitted_after_error`].
+    pub(crate) fn admitted_after_error(self) -> Self {
+        for JointSlot { slot, .. } in &self.0 {
+            slot.tracker.0.keep_renewed(slot.number, false);
+        }
+        self
+    }
+}
+
+impl IntoIterator for JointSlots {
+    type Item = Slot;
+    type IntoIter = std::vec::IntoIter<Slot>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        let slots: Vec<Slot> = self.0.into_iter().map(|joint| joint.slot).collect();
+        slots.into_iter()
     }
 }
 
@@ -118,13 +186,13 @@ impl Slot {
         let shared = &self.tracker.0;
         match reply {
             Ok(decision) if decision.is_allowed() => {
-                shared.keep_renewed(self.id, decision.made_by() != MadeBy::Unsure)
+                shared.keep_renewed(self.number, decision.made_by() != MadeBy::Unsure)
             }
             // The shared store may have granted the slot: keep it, so that `drop` releases it.
             Ok(decision) if decision.made_by() == MadeBy::Unsure => {}
-            Ok(_) => drop(shared.remove(self.id)),
+            Ok(_) => drop(shared.remove(self.number)),
             Err(error) => {
-                if let Some(tracked) = lock(&shared.slots).by_id.get_mut(&self.id) {
+                if let Some(tracked) = lock(&shared.slots).by_number.get_mut(&self.number) {
                     tracked.is_unanswered = !error.is_not_sent();
                 }
             }
@@ -134,26 +202,26 @@ impl Slot {
     /// Keeps the slot of a request that is admitted after an error. The next renewal takes the slot in
     /// the store.
     pub(crate) fn admitted_after_error(self) -> Self {
-        self.tracker.0.keep_renewed(self.id, false);
+        self.tracker.0.keep_renewed(self.number, false);
         self
     }
 
     /// Lets the slot expire instead of releasing it, for a request whose end cannot be seen.
     pub(crate) fn leave_counted(self) {
-        drop(self.tracker.0.remove(self.id));
+        drop(self.tracker.0.remove(self.number));
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let Some(tracked) = self.tracker.0.remove(self.id) else {
+        let Some(tracked) = self.tracker.0.remove(self.number) else {
             return;
         };
         if !tracked.is_unanswered && tracked.renew_at.is_none() {
             // The take was denied, or never sent.
             return;
         }
-        let check = Check::release(tracked.key, &tracked.policies, self.id);
+        let check = Check::release(tracked.key, &tracked.policies, tracked.id);
         let release = PendingOp::of_check(check);
         self.tracker.0.ops.put(if tracked.is_unanswered {
             release.repeated()
@@ -165,7 +233,7 @@ impl Drop for Slot {
 
 /// A renewal of a slot, to be sent.
 struct Renewal {
-    id: SlotId,
+    number: u64,
     /// Whether an earlier check of the slot has no reply yet.
     was_unanswered: bool,
     check: Check,
@@ -183,14 +251,22 @@ impl TrackedSlot {
 }
 
 impl TrackedSlots {
+    /// Adds a slot. Returns its number.
+    fn add(&mut self, tracked: TrackedSlot) -> u64 {
+        let number = self.tracked;
+        self.tracked += 1;
+        self.by_number.insert(number, tracked);
+        number
+    }
+
     /// Schedules the next renewal of a slot.
-    fn schedule(&mut self, id: SlotId, now: Instant) -> Option<&mut TrackedSlot> {
-        let tracked = self.by_id.get_mut(&id)?;
+    fn schedule(&mut self, number: u64, now: Instant) -> Option<&mut TrackedSlot> {
+        let tracked = self.by_number.get_mut(&number)?;
         let next = now + tracked.renewal_interval();
         if let Some(last) = tracked.renew_at.replace(next) {
-            self.renewals.remove(&(last, id));
+            self.renewals.remove(&(last, number));
         }
-        self.renewals.insert((next, id));
+        self.renewals.insert((next, number));
         Some(tracked)
     }
 
@@ -198,22 +274,22 @@ impl TrackedSlots {
     fn due(&mut self, now: Instant, max: usize) -> Vec<Renewal> {
         let next_tick = now + TICK;
         // Collected first: scheduling moves the renewals.
-        let mut ids = vec![];
-        for (at, id) in self.renewals.iter().take(max) {
+        let mut numbers = vec![];
+        for (at, number) in self.renewals.iter().take(max) {
             if *at > next_tick {
                 break;
             }
-            ids.push(*id);
+            numbers.push(*number);
         }
-        let mut renewals = Vec::with_capacity(ids.len());
-        for id in ids {
-            let Some(tracked) = self.schedule(id, now) else {
+        let mut renewals = Vec::with_capacity(numbers.len());
+        for number in numbers {
+            let Some(tracked) = self.schedule(number, now) else {
                 continue;
             };
             renewals.push(Renewal {
-                id,
+                number,
                 was_unanswered: mem::replace(&mut tracked.is_unanswered, true),
-                check: Check::renew(tracked.key, &tracked.policies, id),
+                check: Check::renew(tracked.key, &tracked.policies, tracked.id),
             });
         }
         renewals
@@ -228,8 +304,8 @@ impl TrackedSlots {
     }
 
     fn late_caller(&self, now: Instant) -> Option<Key> {
-        let (renew_at, id) = self.renewals.first()?;
-        let tracked = self.by_id.get(id)?;
+        let (renew_at, number) = self.renewals.first()?;
+        let tracked = self.by_number.get(number)?;
         // A slot lives for three intervals, and is due after one.
         let expires_at = *renew_at + 2 * tracked.renewal_interval();
         if now <= expires_at {
@@ -240,23 +316,23 @@ impl TrackedSlots {
 }
 
 impl SharedSlots {
-    fn remove(&self, id: SlotId) -> Option<TrackedSlot> {
+    fn remove(&self, number: u64) -> Option<TrackedSlot> {
         let mut slots = lock(&self.slots);
-        let removed = slots.by_id.remove(&id)?;
+        let removed = slots.by_number.remove(&number)?;
         if let Some(at) = removed.renew_at {
-            slots.renewals.remove(&(at, id));
+            slots.renewals.remove(&(at, number));
         }
         Some(removed)
     }
 
     /// Starts the renewals of a slot, unless they are started. `is_answered` is `true` if the store has
     /// replied to its take or to a renewal, so that no earlier check is still on its way.
-    fn keep_renewed(&self, id: SlotId, is_answered: bool) {
+    fn keep_renewed(&self, number: u64, is_answered: bool) {
         let mut slots = lock(&self.slots);
-        if let Some(tracked) = slots.by_id.get_mut(&id) {
+        if let Some(tracked) = slots.by_number.get_mut(&number) {
             tracked.is_unanswered &= !is_answered;
             if tracked.renew_at.is_none() {
-                slots.schedule(id, instant());
+                slots.schedule(number, instant());
             }
         }
     }
@@ -286,7 +362,7 @@ impl SharedSlots {
             let this = Arc::downgrade(self);
             let op = PendingOp::of_check(renewal.check).then(move |reply| {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
-                    this.on_renewed(renewal.id, renewal.was_unanswered, &decision);
+                    this.on_renewed(renewal.number, renewal.was_unanswered, &decision);
                 }
             });
             self.ops.put(op);
@@ -294,11 +370,11 @@ impl SharedSlots {
         if is_full { BUSY_TICK } else { TICK }
     }
 
-    fn on_renewed(&self, id: SlotId, was_unanswered: bool, decision: &Decision) {
+    fn on_renewed(&self, number: u64, was_unanswered: bool, decision: &Decision) {
         // A fallback's renewal is no reply to earlier checks.
         let is_local = decision.made_by() != MadeBy::There;
         let is_unanswered = decision.made_by() == MadeBy::Unsure || is_local && was_unanswered;
-        self.keep_renewed(id, !is_unanswered);
+        self.keep_renewed(number, !is_unanswered);
     }
 }
 
@@ -313,7 +389,7 @@ async fn renew(shared: Weak<SharedSlots>, task: Task) {
         {
             let slots = lock(&shared.slots);
             // Ended under the lock: a slot that is tracked later finds no task, and starts one.
-            if slots.by_id.is_empty() {
+            if slots.by_number.is_empty() {
                 return drop(task);
             }
         }

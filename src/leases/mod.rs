@@ -41,11 +41,11 @@ pub(crate) use self::leasable::{has_lease, is_leasable, without_block};
 
 use self::inner::SharedLeases;
 use crate::blocks::Blocks;
-use crate::limit::{Check, Decision, Key};
+use crate::limit::{Check, Decision, JointCheck, Key};
 use crate::observe::{Observer, shared_observer};
 use crate::store::{
-    Answer, Backend, BlocksSent, Health, Hooks, Share, Store, StoreError, Unreconciled, Waiters,
-    Withdraw, flush,
+    Answer, Backend, BlocksSent, Health, Hooks, JointFuture, Share, Store, StoreError,
+    Unreconciled, Waiters, Withdraw, flush,
 };
 
 /// A store wrapper that answers busy callers from memory and never grants more than the quota.
@@ -191,6 +191,11 @@ impl<S: Store> Store for Leased<S> {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         self.inner.check(check, None)
+    }
+
+    /// No block decides it.
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        self.inner.store.check_all(joint)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {

@@ -4,8 +4,8 @@ use smallvec::SmallVec;
 
 use super::strategy::Ask;
 use super::{
-    Calendar, Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId,
-    Source, State, Verdict, Verdicts,
+    Calendar, Decision, EachCharge, Joint, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
+    SlotId, Source, State, Verdict, Verdicts,
 };
 use crate::error::{ErrorKind, StoreError};
 
@@ -73,6 +73,8 @@ pub(crate) enum Extra {
     Block,
     /// No block of a [`Leased`](crate::Leased) store may decide the check.
     Unleased,
+    /// The check takes of several callers, and its key is that of all of them together.
+    Joint(Box<Joint>),
 }
 
 impl Check {
@@ -219,7 +221,13 @@ impl Check {
                 let id = Key::new(id);
                 self.with_extra(Extra::Id(id))
             }
-            Some(Extra::Recorded(..) | Extra::Within(_) | Extra::Charged(_) | Extra::Block) => self,
+            Some(
+                Extra::Recorded(..)
+                | Extra::Within(_)
+                | Extra::Charged(_)
+                | Extra::Block
+                | Extra::Joint(_),
+            ) => self,
         }
     }
 
@@ -240,6 +248,30 @@ impl Check {
         Self {
             mode,
             extra,
+            ..self
+        }
+    }
+
+    /// Takes the slot that the other parts of a joint check take, or none.
+    pub(super) fn share_slot(&mut self, slot: Option<SlotId>) {
+        if self.slot.is_some() {
+            self.slot = slot;
+        }
+    }
+
+    /// Takes of several callers. `policies` combines the lists of all callers.
+    pub(super) fn jointly(
+        self,
+        key: Key,
+        policies: Policies,
+        slot: Option<SlotId>,
+        joint: Joint,
+    ) -> Self {
+        Self {
+            key,
+            policies,
+            slot,
+            extra: Some(Box::new(Extra::Joint(Box::new(joint)))),
             ..self
         }
     }
@@ -274,7 +306,25 @@ impl Check {
     pub fn id(&self) -> Option<&Key> {
         match self.extra.as_deref() {
             Some(Extra::Id(id) | Extra::Recorded(id, _)) if self.slot.is_none() => Some(id),
+            Some(Extra::Joint(joint)) if self.slot.is_none() => joint.id.as_ref(),
             _ => None,
+        }
+    }
+
+    /// Returns the callers of a check that takes of several.
+    #[inline]
+    pub(crate) fn joint(&self) -> Option<&Joint> {
+        match self.extra() {
+            Some(Extra::Joint(joint)) => Some(joint),
+            _ => None,
+        }
+    }
+
+    /// Returns `true` if a caller of the check is in `callers`.
+    pub(crate) fn is_of_any(&self, mut callers: impl FnMut(&Key) -> bool) -> bool {
+        match self.joint() {
+            Some(joint) => joint.keys().any(callers),
+            None => callers(&self.key),
         }
     }
 

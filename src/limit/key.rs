@@ -121,6 +121,9 @@ impl Key {
     /// Combined in a tuple with the caller's key, the key of the caller's strikes.
     pub(crate) const STRIKES: Self = Self::reserved(b"~hit");
 
+    /// Combined in a tuple with the keys of a joint check, the key of all of them together.
+    pub(crate) const JOINT: Self = Self::reserved(b"~all");
+
     /// Creates a key from the caller's own bytes, such as the name of a user. A number is `Key::from(42)`.
     pub fn new(bytes: impl IsBytes) -> Self {
         let bytes = bytes.as_ref();

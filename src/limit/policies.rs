@@ -1,7 +1,7 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Index;
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use smallvec::{SmallVec, smallvec};
 
@@ -57,6 +57,18 @@ struct SharedPolicies {
     whole: Option<Policies>,
     extensions: Extensions,
 }
+
+/// The lists that begin with a list, which keeps them: most requests combine the same ones.
+#[derive(Default)]
+struct JoinedLists(Mutex<Vec<JoinedList>>);
+
+struct JoinedList {
+    others: SmallVec<[Policies; 2]>,
+    joined: Policies,
+}
+
+/// Maximum number of combinations that a list keeps.
+const MAX_JOINED: usize = 16;
 
 /// The kinds of policies in a list.
 enum Contents {
@@ -151,6 +163,40 @@ impl Policies {
             extensions: Extensions::default(),
             policies,
         }))
+    }
+
+    /// Combines lists into one, which is kept with the first of them.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub(crate) fn joined(lists: &[&Self]) -> Result<Self, ConfigError> {
+        let (first, others) = match lists {
+            [] => return Self::new([]),
+            [only] => return Ok((*only).clone()),
+            [first, others @ ..] => (*first, others),
+        };
+        let kept = &first.extension::<JoinedLists>().0;
+        let of_others = |list: &JoinedList| list.others.iter().eq(others.iter().copied());
+        let find = |kept: &[JoinedList]| {
+            let list = kept.iter().find(|list| of_others(list))?;
+            Some(list.joined.clone())
+        };
+        if let Some(joined) = find(&kept.lock().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(joined);
+        }
+        let all = lists.iter().flat_map(|list| list.iter().cloned());
+        let joined = Self::new(all)?;
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        // An application may create lists for each call.
+        if kept.len() >= MAX_JOINED {
+            kept.clear();
+        }
+        kept.push(JoinedList {
+            others: others.iter().copied().cloned().collect(),
+            joined: joined.clone(),
+        });
+        Ok(joined)
     }
 
     /// Returns the policies in order; there is at least one.
@@ -411,6 +457,24 @@ mod tests {
             );
             assert_eq!(lists.iter().position(|other| other == list), Some(i));
         }
+    }
+
+    #[test]
+    fn joined_lists_are_kept_with_the_first() {
+        let [one, two, three] = ["one", "two", "three"].map(|name| Policies::from(policy(name, 1)));
+        let joined = Policies::joined(&[&one, &two, &three]).unwrap();
+        assert!(joined.iter().map(Policy::name).eq(["one", "two", "three"]));
+        let again = Policies::joined(&[&one, &two, &three]).unwrap();
+        assert!(Arc::ptr_eq(&joined.0, &again.0));
+        let other = Policies::joined(&[&one, &three]).unwrap();
+        assert!(other.iter().map(Policy::name).eq(["one", "three"]));
+        assert!(Policies::joined(&[&one, &two, &one]).is_err());
+        for i in 0..100 {
+            let other = policy(&format!("other{i}"), 1).into();
+            drop(Policies::joined(&[&one, &other]).unwrap());
+        }
+        let kept = one.extension::<JoinedLists>().0.lock().unwrap().len();
+        assert!(kept <= MAX_JOINED, "{kept}");
     }
 
     #[test]

@@ -79,6 +79,48 @@ macro_rules! layer {
                 })
             }
 
+            /// Adds a key with its own policies: a request passes only if all keys allow it, and a request that one of
+            /// them denies takes nothing from the others.
+            ///
+            /// ```
+            /// # use tower_redis_ratelimit::extract::{Global, by_extension};
+            /// # use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
+            /// # #[derive(Clone)]
+            /// # struct User { id: u64, org: u64 }
+            /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+            /// let by_user = by_extension(|user: &User| user.id);
+            /// let by_org = by_extension(|user: &User| user.org);
+            /// let policy = |name, quota| Policy::new(name, Strategy::Gcra, quota);
+            /// let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy("user", "10/s")?)
+            ///     .and(by_org, policy("org", "50/s")?)
+            ///     .and(Global, policy("service", "1000/s")?);
+            /// # let _ = layer;
+            /// # Ok(())
+            /// # }
+            /// ```
+            ///
+            /// - **At most 4 keys** and 16 policies in all, whose names must differ. Two keys may be the same.
+            /// - **The cost** of a request is the same for all keys. [`cost_under`](Self::cost_under) gets the policies of
+            ///   the first one.
+            /// - **A key without policies** for a request is left out. A key that the request lacks is left out under
+            ///   [`OnMissingKey::Allow`], and rejects the request otherwise.
+            /// - **Blocks and shadows** are of the layer's first key, and only its denials are strikes. A
+            ///   [dry run](Self::dry_run) checks all keys.
+            /// - **Settlements, reservations and requests in flight** act on all keys. [Leases](crate::Policy::leased) have
+            ///   no effect.
+            /// - **No waiting.** The layer panics if it also [waits](Self::wait).
+            ///
+            /// The guarantees depend on the store: see [several keys](crate::guide::keys#several-keys).
+            #[doc(alias("hierarchy", "organization", "global"))]
+            #[must_use]
+            pub fn and(
+                self,
+                extractor: impl KeyExtractor<$head>,
+                policies: impl PolicySelector<$head>,
+            ) -> Self {
+                self.change(|gate| gate.and(extractor, policies))
+            }
+
             /// Sets an id, so that a repeated request is charged once: an `Idempotency-Key`, or the id of a
             /// message that a queue delivers again. Requests without an id are charged each time. Defaults
             /// to none.
@@ -372,7 +414,8 @@ macro_rules! layer {
 
             /// # Panics
             ///
-            /// If it is a [`RateLimitLayer`] with a policy of requests
+            /// If it has [several keys](RateLimitLayer::and), and also [waits](RateLimitLayer::wait), or exceeds 4 keys or 16
+            /// policies, or has two policies of one name. If it is a [`RateLimitLayer`] with a policy of requests
             /// [in flight](crate::Policy::in_flight): that needs
             /// [`until_body_end`](RateLimitLayer::until_body_end) or
             /// [`settle`](RateLimitLayer::settle). If a [`PolicySelector`] returns such a policy for

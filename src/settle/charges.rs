@@ -7,9 +7,10 @@ use smallvec::SmallVec;
 
 use super::settled::SettledCost;
 use crate::background::{OpQueue, PendingOp};
+use crate::error::StoreError;
 use crate::held_slots::Slot;
 use crate::leases::without_block;
-use crate::limit::{Charge, Check, Decision};
+use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision};
 use crate::observe::mistakes::UPGRADE_WITHOUT_COST;
 use crate::util::{instant, lock};
 
@@ -39,16 +40,19 @@ struct ChargesState {
 /// The charges that are not settled yet.
 #[derive(Default)]
 struct Unsettled {
-    /// One per list of policies: first the enforced one, if any. Dry runs and shadows add theirs
+    /// One per key and list of policies: first the enforced ones, if any. Dry runs and shadows add theirs
     /// after their replies.
     reserved: SmallVec<[Charge; 1]>,
-    /// Whether the first of `reserved` is under policies that the layer enforces.
-    enforced: bool,
-    /// The handler's additions to the first of `reserved`, without `expired`.
-    extra: Vec<Charge>,
+    /// Number of the first of `reserved` that are under policies that the layer enforces: one for each key.
+    enforced: usize,
+    /// The handler's additions to the enforced ones, without `expired`.
+    extra: Vec<Addition>,
     /// The cost of the additions that can no longer be refunded.
     expired: u32,
 }
+
+/// An addition to what is reserved: a charge for each key.
+pub(super) type Addition = SmallVec<[Charge; 1]>;
 
 /// How a reservation is settled. A rule of
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) returns this when it receives the head
@@ -123,18 +127,19 @@ impl RequestCharges {
         }
     }
 
-    /// Creates the charges of a request, which may have reserved nothing. By default the handles
+    /// Creates the charges of a request, one for each key, which may have reserved nothing. By default the handles
     /// determine the cost.
-    pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
-        let in_flight = slot.into_iter().collect();
-        let cost = match &reserved {
-            Some(charge) => charge.cost(),
-            None => 0,
-        };
-        let enforced = reserved.is_some();
+    pub(crate) fn new(
+        ops: OpQueue,
+        reserved: impl IntoIterator<Item = Charge>,
+        slots: impl IntoIterator<Item = Slot>,
+    ) -> Self {
+        let in_flight = slots.into_iter().collect();
+        let reserved: SmallVec<[Charge; 1]> = reserved.into_iter().collect();
+        let cost = reserved.first().map_or(0, Charge::cost);
         let unsettled = Unsettled {
-            reserved: reserved.into_iter().collect(),
-            enforced,
+            enforced: reserved.len(),
+            reserved,
             ..Unsettled::default()
         };
         let state = ChargesState {
@@ -178,6 +183,11 @@ impl RequestCharges {
         settle(&reserved, cost, &self.ops);
     }
 
+    /// Holds slots until the call ends.
+    pub(crate) fn hold(&self, slots: impl IntoIterator<Item = Slot>) {
+        lock(&self.state).in_flight.extend(slots);
+    }
+
     /// Applies the layer's rule, which has seen the head of the response. Either settles
     /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
     /// if the rule determines it and something is reserved there. After an immediate settlement, a
@@ -193,7 +203,7 @@ impl RequestCharges {
         let extra = self.extra.swap(0, Relaxed);
         // A local store settles in this call, and notifies the user's observer.
         drop(state);
-        let is_enforced = unsettled.enforced;
+        let is_enforced = unsettled.enforced > 0;
         unsettled.settle(
             |reserved| settlement.cost(reserved, CountedAmounts::default()),
             &self.ops,
@@ -208,25 +218,27 @@ impl RequestCharges {
         })
     }
 
-    /// Returns the check that reserves more under the layer's policies. `None` if nothing is
+    /// Returns the checks that reserve more under the layer's policies, one for each key. Empty if nothing is
     /// reserved there, or if it is already settled.
-    pub(super) fn check_extra(&self, units: u32) -> Option<Check> {
-        let state = lock(&self.state);
-        if !state.unsettled.enforced {
-            return None;
+    pub(super) fn extra_checks(&self, units: u32) -> SmallVec<[Check; 1]> {
+        let mut checks = SmallVec::new();
+        let unsettled = &lock(&self.state).unsettled;
+        for reserved in &unsettled.reserved[..unsettled.enforced] {
+            let policies = reserved.decision().policies().whole();
+            if let Some(policies) = policies.without_in_flight() {
+                let check = Check::take(*reserved.key(), policies, units);
+                checks.push(without_block(check));
+            }
         }
-        let reserved = state.unsettled.reserved.first()?;
-        let policies = reserved.decision().policies().whole();
-        let check = Check::take(*reserved.key(), policies.without_in_flight()?, units);
-        Some(without_block(check))
+        checks
     }
 
-    /// Adds the grant of a check by [`check_extra`](Self::check_extra).
-    pub(super) fn add_extra(&self, reserved: Charge) {
-        let units = reserved.cost();
+    /// Adds the grant of [`extra_checks`](Self::extra_checks).
+    pub(super) fn add_extra(&self, addition: Addition) {
+        let units = cost_of(&addition);
         let mut state = lock(&self.state);
         if state.settlement.cost_at_head(units).is_none() {
-            state.unsettled.add_extra(reserved);
+            state.unsettled.add_extra(addition);
             for sum in [&self.reserved, &self.extra] {
                 sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
             }
@@ -241,7 +253,7 @@ impl RequestCharges {
         } else {
             0
         };
-        settle(&reserved, kept, &self.ops);
+        settle_each(&addition, kept, &self.ops);
     }
 
     /// Refunds the newest addition of `units`, because an outer layer has not reserved its own.
@@ -249,14 +261,17 @@ impl RequestCharges {
         let mut state = lock(&self.state);
         let extra = &mut state.unsettled.extra;
         // Not necessarily its own: equal additions are interchangeable.
-        let Some(at) = extra.iter().rposition(|charge| charge.cost() == units) else {
+        let Some(at) = extra
+            .iter()
+            .rposition(|addition| cost_of(addition) == units)
+        else {
             return;
         };
         let given = extra.remove(at);
         self.reserved.fetch_sub(units, Relaxed);
         self.extra.fetch_sub(units, Relaxed);
         drop(state);
-        settle(&given, 0, &self.ops);
+        settle_each(&given, 0, &self.ops);
     }
 
     /// Adds the later reservations to the layer's decision.
@@ -280,6 +295,15 @@ impl RequestCharges {
     /// Sends an operation immediately. Its callback gets the result.
     pub(super) fn send(&self, op: PendingOp) {
         self.ops.send_now(op);
+    }
+
+    /// Sends a check of several keys immediately. The callback gets the result.
+    pub(super) fn send_all(
+        &self,
+        joint: JointCheck,
+        callback: impl FnOnce(Result<JointDecision, StoreError>) + Send + 'static,
+    ) {
+        self.ops.send_all_now(joint, callback);
     }
 
     /// Returns the charges of the outer layer.
@@ -343,47 +367,52 @@ impl Drop for RequestCharges {
 impl Unsettled {
     /// Adds an addition. Before the list grows, folds the additions that can no longer be refunded into one number, so
     /// that a long stream keeps the additions of about one period.
-    fn add_extra(&mut self, reserved: Charge) {
+    fn add_extra(&mut self, addition: Addition) {
         if self.extra.len() == self.extra.capacity() {
             let now = instant();
-            let expired = self
-                .extra
-                .extract_if(.., |charge| charge.refund(charge.cost(), now).is_none());
-            for charge in expired {
-                self.expired = self.expired.saturating_add(charge.cost());
+            let expired = self.extra.extract_if(.., |addition| {
+                let mut charges = addition.iter();
+                charges.all(|charge| charge.refund(charge.cost(), now).is_none())
+            });
+            for addition in expired {
+                self.expired = self.expired.saturating_add(cost_of(&addition));
             }
             // Room for twice the rest, so that a search costs a constant time per addition.
             self.extra.reserve(self.extra.len());
         }
-        self.extra.push(reserved);
+        self.extra.push(addition);
     }
 
     /// Settles each reservation. `cost` returns the cost of the request, given the reserved cost.
     fn settle(self, cost: impl Fn(u32) -> u32, ops: &OpQueue) {
         let Self {
             reserved,
+            enforced,
             extra,
             expired,
-            ..
         } = self;
         let mut extra_cost = expired;
-        for charge in &extra {
-            extra_cost = extra_cost.saturating_add(charge.cost());
+        for addition in &extra {
+            extra_cost = extra_cost.saturating_add(cost_of(addition));
         }
-        let mut reserved = reserved.into_iter();
-        if extra_cost > 0
-            && let Some(first) = reserved.next()
-        {
-            let all = first.cost().saturating_add(extra_cost);
-            for (charge, cost) in split(first, extra, expired, cost(all)) {
+        for (place, charge) in reserved.into_iter().enumerate() {
+            let all = charge.cost().saturating_add(extra_cost);
+            let cost = cost(all);
+            if extra_cost == 0 || place >= enforced {
+                settle(&charge, cost, ops);
+                continue;
+            }
+            let additions = extra.iter().filter_map(|addition| addition.get(place));
+            for (charge, cost) in split(charge, additions.cloned().collect(), expired, cost) {
                 settle(&charge, cost, ops);
             }
         }
-        for tried in reserved {
-            let cost = cost(tried.cost().saturating_add(extra_cost));
-            settle(&tried, cost, ops);
-        }
     }
+}
+
+/// Returns the cost of an addition, which is the same for each key.
+fn cost_of(addition: &Addition) -> u32 {
+    addition.first().map_or(0, Charge::cost)
 }
 
 /// Splits the cost of a request over its first reservation and the additions to it. `expired` is the cost of the additions
@@ -412,6 +441,13 @@ fn split(first: Charge, extra: Vec<Charge>, expired: u32, cost: u32) -> Vec<(Cha
         *newest += missing;
     }
     parts
+}
+
+/// Charges each caller `cost` instead of an addition.
+fn settle_each(addition: &Addition, cost: u32, ops: &OpQueue) {
+    for charge in addition {
+        settle(charge, cost, ops);
+    }
 }
 
 /// Replaces one charge of a request by its part of the cost: refunds the rest, or charges the missing part.

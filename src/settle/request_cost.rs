@@ -1,13 +1,15 @@
 use std::fmt;
 use std::sync::Arc;
 
+use smallvec::smallvec;
 use tokio::sync::oneshot;
 
+use super::charges::Addition;
 use super::{RequestCharges, ReserveError};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::held_slots::Slot;
-use crate::limit::{Charge, RateLimited};
+use crate::limit::{Charge, JointCheck, RateLimited};
 use crate::util::instant;
 
 /// A handle that counts the actual cost of a request. A layer that
@@ -39,11 +41,15 @@ pub struct RequestCost {
 }
 
 impl RequestCost {
-    /// Creates a handle for a request that may have reserved a cost, and holds `slot` until
+    /// Creates a handle for a request that may have reserved a cost of each of its keys, and holds `slots` until
     /// everything is settled.
-    pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
+    pub(crate) fn new(
+        ops: OpQueue,
+        reserved: impl IntoIterator<Item = Charge>,
+        slots: impl IntoIterator<Item = Slot>,
+    ) -> Self {
         Self {
-            charges: Arc::new(RequestCharges::new(ops, reserved, slot)),
+            charges: Arc::new(RequestCharges::new(ops, reserved, slots)),
         }
     }
 
@@ -137,29 +143,51 @@ impl RequestCost {
 
 /// Reserves under the policies of one layer.
 async fn reserve_under(charges: &Arc<RequestCharges>, units: u32) -> Result<(), ReserveError> {
-    let Some(check) = charges.check_extra(units) else {
-        return Ok(());
-    };
-    let key = *check.key();
+    let checks = charges.extra_checks(units);
     let since = instant();
     let (sender, receiver) = oneshot::channel();
     let this = Arc::clone(charges);
     // `this` keeps the charges unsettled until the reply, even if the handler stops waiting.
-    let op = PendingOp::of_check(check).then(move |answer| {
-        let granted = match answer {
-            Ok(decision) if decision.is_allowed() => {
-                let extra = Charge::new(key, decision, units, since, instant());
-                this.add_extra(extra);
-                Ok(())
-            }
-            Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
-            Err(error) => Err(ReserveError::Failed(error)),
-        };
+    let reply = move |granted: Result<Addition, ReserveError>| {
+        let granted = granted.map(|addition| this.add_extra(addition));
         // Drop it first: the handler may then end the request, and the last reference settles the charges.
         drop(this);
         let _ = sender.send(granted);
-    });
-    charges.send(op);
+    };
+    match &checks[..] {
+        [] => return Ok(()),
+        [check] => {
+            let key = *check.key();
+            let op = PendingOp::of_check(check.clone()).then(move |answer| {
+                reply(match answer {
+                    Ok(decision) if decision.is_allowed() => {
+                        let charge = Charge::new(key, decision, units, since, instant());
+                        Ok(smallvec![charge])
+                    }
+                    Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
+                    Err(error) => Err(ReserveError::Failed(error)),
+                });
+            });
+            charges.send(op);
+        }
+        checks => {
+            let parts = checks.iter().map(|check| (*check.key(), check.policies()));
+            let joint = JointCheck::take(parts, units).map_err(StoreError::from)?;
+            let sent = joint.clone();
+            charges.send_all(joint, move |answer| {
+                reply(match answer {
+                    Ok(decided) if decided.decision().is_allowed() => {
+                        Ok(decided.charges(&sent, since, instant()))
+                    }
+                    Ok(denied) => {
+                        let denied = RateLimited::new(denied.into_decision());
+                        Err(ReserveError::Denied(denied))
+                    }
+                    Err(error) => Err(ReserveError::Failed(error)),
+                });
+            });
+        }
+    }
     match receiver.await {
         Ok(granted) => granted,
         // The queue's runtime has shut down, and dropped the operation.

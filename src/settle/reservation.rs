@@ -51,16 +51,16 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    /// Creates a reservation of this charge. `None` for an exempt caller.
+    /// Creates a reservation of these charges, one for each key. None for an exempt caller.
     pub(crate) fn new(
         decision: Decision,
-        charge: Option<Charge>,
-        slot: Option<Slot>,
+        charges: impl IntoIterator<Item = Charge>,
+        slots: impl IntoIterator<Item = Slot>,
         ops: OpQueue,
     ) -> Self {
         Self {
             decision,
-            charges: RequestCharges::new(ops, charge, slot),
+            charges: RequestCharges::new(ops, charges, slots),
         }
     }
 

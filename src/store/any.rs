@@ -11,11 +11,11 @@ use super::fallback::problem_of_deadline;
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, BoxStore, BoxStoreFuture, Fallback, FallbackFuture, Health, Instances,
-    LocalStore, RedisFuture, RedisStore, RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig,
-    StoreKind, Withdraw,
+    JointFuture, LocalStore, RedisFuture, RedisStore, RedisStoreBuilder, Share, ShareConfig, Store,
+    StoreConfig, StoreKind, Withdraw,
 };
 use crate::error::{ConfigError, StoreError};
-use crate::limit::{Check, Decision};
+use crate::limit::{Check, Decision, JointCheck};
 use crate::observe::{Observer, shared_observer};
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
@@ -228,6 +228,15 @@ impl Store for AnyStore {
             Self::Redis(store) => wrap(store.check(check), |future| State::Redis { future }),
             Self::Local(store) => wrap(store.check(check), |future| State::Local { future }),
             Self::Own(store) => wrap(store.check(check), |future| State::Own { future }),
+        }
+    }
+
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        match self {
+            Self::Fallback(store) => store.check_all(joint),
+            Self::Redis(store) => store.check_all(joint),
+            Self::Local(store) => store.check_all(joint),
+            Self::Own(store) => store.check_all(joint),
         }
     }
 

@@ -7,9 +7,9 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::{Answer, Backend, Health, Store, Withdraw};
+use super::{Answer, Backend, Health, JointFuture, Store, Withdraw};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision};
+use crate::limit::{Check, Decision, JointCheck};
 
 /// A store of a type that is chosen at run time, such as your own store or a [`RedisStore`](crate::RedisStore).
 ///
@@ -36,6 +36,8 @@ pub struct BoxStore(Arc<dyn DynStore>);
 /// The methods of a [`Store`] with boxed futures.
 trait DynStore: Send + Sync {
     fn check(&self, check: Check) -> Answer<BoxStoreFuture>;
+
+    fn check_all(&self, joint: JointCheck) -> JointFuture;
 
     /// Returns the hooks, without the withdrawal of futures.
     fn backend(&self) -> Backend<'_, BoxStoreFuture>;
@@ -77,6 +79,10 @@ impl Store for BoxStore {
         self.0.check(check)
     }
 
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        self.0.check_all(joint)
+    }
+
     fn backend(&self) -> Backend<'_, BoxStoreFuture> {
         self.0.backend().withdrawing(self)
     }
@@ -105,6 +111,10 @@ impl<S: Store> DynStore for S {
                 Answer::pending(BoxStoreFuture(Box::pin(PendingCheck { store, future })))
             }
         }
+    }
+
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        Store::check_all(self, joint)
     }
 
     fn backend(&self) -> Backend<'_, BoxStoreFuture> {

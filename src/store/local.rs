@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::{Answer, Backend, Hooks, Store, Waiters};
+use super::{Answer, Backend, Hooks, JointFuture, Store, Waiters};
 use crate::blocks::Blocks;
 use crate::error::StoreError;
 use crate::limit::{
-    Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
-    Verdicts, Writer,
+    Answered, Check, Decision, Joint, JointCheck, Key, Mode, Policies, Policy, Snapshot, Source,
+    State, Verdict, Verdicts, Writer,
 };
 use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, bounded_map, lock};
 
@@ -73,6 +73,12 @@ struct SharedCounts {
     ahead: AtomicI64,
     waiters: Waiters,
     blocks: Blocks,
+}
+
+/// A count of a check: the index of its shard among the locked shards, and its digest.
+struct CountPlace {
+    shard: usize,
+    count: Digest,
 }
 
 struct CountShard {
@@ -304,6 +310,57 @@ impl LocalStore {
         verdicts.at = now - verdicts.age;
         verdicts
     }
+
+    /// Decides a check of several callers, whose shards are all locked.
+    fn joint_verdicts(&self, check: &Check, joint: &Joint) -> Verdicts {
+        let shards = &self.shared.shards;
+        let mut indices = SmallVec::<[usize; 4]>::new();
+        for key in joint.keys() {
+            indices.push(shards.index(shards.digester().digest(key)));
+        }
+        // Always in this order, and each once: two checks with the same keys never wait for each other.
+        indices.sort_unstable();
+        indices.dedup();
+        let mut guards = SmallVec::<[MutexGuard<'_, CountShard>; 4]>::new();
+        for index in &indices {
+            guards.extend(shards.iter().nth(*index).map(lock));
+        }
+        let mut locked: SmallVec<[&mut CountShard; 4]> =
+            guards.iter_mut().map(|guard| &mut **guard).collect();
+        let now = self.shared.clock.micros();
+        let ahead = self.shared.ahead.load(Ordering::Relaxed);
+        for shard in &mut locked {
+            shard.ahead = ahead;
+        }
+        let mut places = SmallVec::<[CountPlace; 4]>::new();
+        for (key, policy) in joint.key_of_each().zip(check.policies()) {
+            let caller = shards.digester().digest(key);
+            let index = shards.index(caller);
+            places.push(CountPlace {
+                shard: indices.partition_point(|locked| *locked < index),
+                count: caller.of_count(policy.id()),
+            });
+        }
+        let answer = check.id().map(|id| {
+            let of_id = shards.digester().pair(check.key(), id);
+            of_id.of_count(counts_of(check.policies()))
+        });
+        // The answer is in the shard of the first key, like that of a check of this key alone.
+        let home = places.first().map_or(0, |place| place.shard);
+        let again = answer.and_then(|answer| locked[home].answer(check, answer, now));
+        let mut verdicts = match again {
+            Some(again) => again,
+            None => {
+                let verdicts = decide_all(&mut locked, check, &places, now);
+                if let Some(answer) = answer {
+                    locked[home].remember(check, answer, &verdicts, now);
+                }
+                verdicts
+            }
+        };
+        verdicts.at = now - verdicts.age;
+        verdicts
+    }
 }
 
 /// Shows the number of keys only.
@@ -336,6 +393,18 @@ impl Store for LocalStore {
             self.shared.waiters.freed(&check);
         }
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
+    }
+
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        let check = joint.as_one();
+        if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
+            return JointFuture::ready(Err(error));
+        }
+        let verdicts = match check.joint() {
+            Some(callers) => self.joint_verdicts(&check, callers),
+            None => self.verdicts(&check, || self.shared.clock.micros()),
+        };
+        JointFuture::ready(Ok(joint.split(check.answer(verdicts, Source::Local))))
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
@@ -379,50 +448,14 @@ impl CountShard {
         if let [policy] = check.policies().as_slice() {
             return self.decide_one(check, policy, caller.of_count(policy.id()), now);
         }
-        let ahead = self.ahead;
-        let mut places = SmallVec::<[Option<usize>; 2]>::new();
-        let mut states = SmallVec::<[State; 2]>::new();
+        let mut places = SmallVec::<[CountPlace; 4]>::new();
         for policy in check.policies() {
-            let place = self.states.find(caller.of_count(policy.id()));
-            states.push(match self.state_at(place) {
-                Some(slot) => slot.value.take(policy, now, ahead),
-                None => State::fresh(policy.kind()),
+            places.push(CountPlace {
+                shard: 0,
+                count: caller.of_count(policy.id()),
             });
-            places.push(place);
         }
-        let verdicts = check.decide_by(&mut states, now, ahead);
-        if !changes(check, &verdicts) {
-            let places = check.policies().iter().zip(places);
-            for (state, (policy, place)) in states.into_iter().zip(places) {
-                // Without a new hold: nothing has changed that it depends on.
-                if let Some(slot) = self.state_at(place) {
-                    slot.value.put_back(state, policy);
-                }
-            }
-            return verdicts;
-        }
-
-        // Update existing entries first: inserting new ones, and removing fresh ones, may move them.
-        let mut others = SmallVec::<[(&Policy, MapSlot<LocalCount>); 2]>::new();
-        let decided = states.into_iter().zip(&verdicts.each);
-        let found = check.policies().iter().zip(places);
-        for ((state, verdict), (policy, place)) in decided.zip(found) {
-            let hold = hold_counted(&state, verdict, policy, now);
-            let slot = MapSlot {
-                value: LocalCount::Counted(state),
-                hold,
-            };
-            let is_fresh = hold.expires_at() <= now;
-            match self.state_at(place) {
-                Some(existing) if !is_fresh => *existing = slot,
-                _ => others.push((policy, slot)),
-            }
-        }
-        for (policy, MapSlot { value, hold }) in others {
-            let count = caller.of_count(policy.id());
-            self.states.put(count, value, hold, now);
-        }
-        verdicts
+        decide_all(&mut [self], check, &places, now)
     }
 
     fn state_at(&mut self, place: Option<usize>) -> Option<&mut MapSlot<LocalCount>> {
@@ -496,19 +529,81 @@ impl CountShard {
 
     /// Returns the answer that this id got before, if any; else decides.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
-        if let Some(MapSlot { value, hold }) = self.answers.get(answer)
-            && let Some(again) = value.again(check, hold.expires_at(), now)
-        {
+        if let Some(again) = self.answer(check, answer, now) {
             return again;
         }
         let verdicts = self.decide(check, caller, now);
-        if Answered::is_kept(check, &verdicts) {
-            let value = Answered::new(check, &verdicts, now);
+        self.remember(check, answer, &verdicts, now);
+        verdicts
+    }
+
+    /// Returns the answer that an id got before, if any.
+    fn answer(&self, check: &Check, answer: Digest, now: i64) -> Option<Verdicts> {
+        let MapSlot { value, hold } = self.answers.get(answer)?;
+        value.again(check, hold.expires_at(), now)
+    }
+
+    /// Remembers the answer to an id.
+    fn remember(&mut self, check: &Check, answer: Digest, verdicts: &Verdicts, now: i64) {
+        if Answered::is_kept(check, verdicts) {
+            let value = Answered::new(check, verdicts, now);
             let hold = Hold::new(0, value.until(check.policies()));
             self.answers.put(answer, value, hold, now);
         }
-        verdicts
     }
+}
+
+/// Decides under several policies. `places` has the count of each.
+fn decide_all(
+    shards: &mut [&mut CountShard],
+    check: &Check,
+    places: &[CountPlace],
+    now: i64,
+) -> Verdicts {
+    // The same in all locked shards.
+    let ahead = shards.first().map_or(0, |shard| shard.ahead);
+    let mut found = SmallVec::<[Option<usize>; 4]>::new();
+    let mut states = SmallVec::<[State; 4]>::new();
+    for (policy, CountPlace { shard, count }) in check.policies().iter().zip(places) {
+        let shard = &mut shards[*shard];
+        let place = shard.states.find(*count);
+        states.push(match shard.state_at(place) {
+            Some(slot) => slot.value.take(policy, now, ahead),
+            None => State::fresh(policy.kind()),
+        });
+        found.push(place);
+    }
+    let verdicts = check.decide_by(&mut states, now, ahead);
+    let counts = check.policies().iter().zip(places).zip(found);
+    if !changes(check, &verdicts) {
+        for (state, ((policy, CountPlace { shard, .. }), place)) in states.into_iter().zip(counts) {
+            // Without a new hold: nothing has changed that it depends on.
+            if let Some(slot) = shards[*shard].state_at(place) {
+                slot.value.put_back(state, policy);
+            }
+        }
+        return verdicts;
+    }
+
+    // Update existing entries first: inserting new ones, and removing fresh ones, may move them.
+    let mut others = SmallVec::<[(&CountPlace, MapSlot<LocalCount>); 4]>::new();
+    let decided = states.into_iter().zip(&verdicts.each);
+    for ((state, verdict), ((policy, of_count), place)) in decided.zip(counts) {
+        let hold = hold_counted(&state, verdict, policy, now);
+        let slot = MapSlot {
+            value: LocalCount::Counted(state),
+            hold,
+        };
+        let is_fresh = hold.expires_at() <= now;
+        match shards[of_count.shard].state_at(place) {
+            Some(existing) if !is_fresh => *existing = slot,
+            _ => others.push((of_count, slot)),
+        }
+    }
+    for (CountPlace { shard, count }, MapSlot { value, hold }) in others {
+        shards[*shard].states.put(*count, value, hold, now);
+    }
+    verdicts
 }
 
 #[cfg(test)]

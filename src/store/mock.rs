@@ -13,7 +13,7 @@ use crate::util::lock;
 /// A store for tests, which returns predefined replies.
 ///
 /// It counts nothing. It allows every check until another reply is set, which then applies to all
-/// checks. The source of its decisions is [`Source::Other`] `"mock"`. Clones share the reply. In a
+/// checks. A check over several keys reaches it as one check of each key. The source of its decisions is [`Source::Other`] `"mock"`. Clones share the reply. In a
 /// [`Fallback`](crate::Fallback), its failures are an outage; alone, it is then [failing](Health::Failing).
 ///
 /// ```

@@ -15,6 +15,7 @@ mod fallback;
 mod flush;
 mod health;
 mod instances;
+mod joint;
 mod local;
 mod mock;
 mod probe;
@@ -38,6 +39,7 @@ pub use config::{ShareConfig, StoreConfig, StoreKind};
 pub use fallback::{Fallback, FallbackBuilder, FallbackFuture, Share};
 pub use health::Health;
 pub use instances::Instances;
+pub use joint::JointFuture;
 pub use local::LocalStore;
 pub use mock::MockStore;
 
@@ -47,8 +49,8 @@ pub(crate) use backend::{BlocksSent, Hooks, Unreconciled, Withdraw};
 pub(crate) use debt::charge_debt_of;
 pub(crate) use flush::flush;
 
-use crate::background::{OpQueue, SentCheck};
-use crate::limit::{Check, Decision};
+use crate::background::{OpQueue, PendingJointReply, SentCheck};
+use crate::limit::{Check, Decision, JointCheck};
 use crate::observe::Observer;
 
 /// Decides checks, and remembers what was charged.
@@ -112,6 +114,18 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
+
+    /// Decides a check over several keys: all of them are charged, or none.
+    ///
+    /// The default [checks](Self::check) one key after the other. After a denial it refunds what it has taken, without
+    /// waiting for that, and [looks](Check::peek) at the other keys. So no limit is exceeded. Until the refund
+    /// arrives, the denied request holds units of the other keys. If the future is dropped, the keys that were charged
+    /// stay charged.
+    ///
+    /// A [`RedisStore`] and a [`LocalStore`] decide in one step: see [several keys](crate::guide::keys#several-keys).
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        joint::one_by_one(self, joint)
+    }
 
     /// Returns the hooks for a [`Fallback`] and the layers. Defaults to none. A store that wraps
     /// another one returns the hooks of the inner store.
@@ -192,6 +206,10 @@ impl<S: Store> Store for Arc<S> {
 
     fn check(&self, check: Check) -> Answer<S::Future> {
         (**self).check(check)
+    }
+
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        (**self).check_all(joint)
     }
 
     fn backend(&self) -> Backend<'_, S::Future> {
@@ -277,11 +295,14 @@ impl<F: Future<Output = Result<Decision, StoreError>>> Future for Answer<F> {
 /// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
 pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
     let waiters = store.backend().waiters();
+    let joint_store = store.clone();
+    let send_joint =
+        move |joint: JointCheck| -> PendingJointReply { Box::pin(joint_store.check_all(joint)) };
     let send_check = move |check| match store.check(check) {
         Answer::Ready { answer } => SentCheck::Replied(answer),
         Answer::Pending { future } => SentCheck::Pending(Box::pin(future)),
     };
-    let queue = OpQueue::new(send_check, observer);
+    let queue = OpQueue::with_joint(send_check, Some(Box::new(send_joint)), observer);
     if let Some(waiters) = waiters {
         waiters.add_op_queue(&queue);
     }

@@ -37,6 +37,11 @@ impl<T> Shards<T> {
         &self.shards[caller.part(self.shards.len())]
     }
 
+    /// Returns the index of the shard of the caller with this digest.
+    pub(crate) fn index(&self, caller: Digest) -> usize {
+        caller.part(self.shards.len())
+    }
+
     pub(crate) fn iter(&self) -> std::slice::Iter<'_, T> {
         self.shards.iter()
     }

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -35,7 +36,7 @@ use self::pending_op::AfterReply;
 use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key};
+use crate::limit::{Check, Decision, JointCheck, JointDecision, Key};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::NO_COST;
 use crate::observe::{Observer, event, or_log};
@@ -71,12 +72,20 @@ type PendingReply = Pin<Box<dyn Future<Output = Reply> + Send>>;
 
 type SendCheck = dyn Fn(Check) -> SentCheck + Send + Sync;
 
+/// The reply to a check of several keys.
+pub(crate) type PendingJointReply =
+    Pin<Box<dyn Future<Output = Result<JointDecision, StoreError>> + Send>>;
+
+type SendJoint = dyn Fn(JointCheck) -> PendingJointReply + Send + Sync;
+
 /// A reference that does not keep the queue alive.
 #[derive(Clone)]
 pub(crate) struct WeakOpQueue(Weak<SharedQueue>);
 
 struct SharedQueue {
     send_check: Box<SendCheck>,
+    /// `None` in tests.
+    send_joint: Option<Box<SendJoint>>,
     observer: Option<Arc<dyn Observer>>,
     work: Mutex<OpWork>,
     /// Whether operations or replies are pending. If not, `put` takes no lock before it sends. Written under the lock.
@@ -153,9 +162,20 @@ const MAX_RENEWALS: usize = 1_024;
 const MAX_RELEASE_RETRIES: usize = 10_000;
 
 impl OpQueue {
-    /// Creates the queue of a store. `send_check` sends a check to it. `observer` is notified of each failed operation.
+    /// Creates a queue that sends no check of several keys.
+    #[cfg(test)]
     pub(crate) fn new(
         send_check: impl Fn(Check) -> SentCheck + Send + Sync + 'static,
+        observer: Option<Arc<dyn Observer>>,
+    ) -> Self {
+        Self::with_joint(send_check, None, observer)
+    }
+
+    /// Creates the queue of a store. `send_check` sends a check to it, and `send_joint` one of several keys. `observer` is
+    /// notified of each failed operation.
+    pub(crate) fn with_joint(
+        send_check: impl Fn(Check) -> SentCheck + Send + Sync + 'static,
+        send_joint: Option<Box<SendJoint>>,
         observer: Option<Arc<dyn Observer>>,
     ) -> Self {
         let free = Misses::default();
@@ -164,6 +184,7 @@ impl OpQueue {
         }
         Self::of(Arc::new(SharedQueue {
             send_check: Box::new(send_check),
+            send_joint,
             observer,
             work: Mutex::default(),
             is_busy: AtomicBool::new(false),
@@ -247,6 +268,30 @@ impl OpQueue {
                 let (op, reply) = flight.await;
                 shared.handle_reply(op, reply);
             });
+        }
+    }
+
+    /// Sends a check of several keys immediately, for a request that awaits the callback. A task on the request's runtime
+    /// awaits the reply, even if the request stops waiting.
+    pub(crate) fn send_all_now(
+        &self,
+        joint: JointCheck,
+        callback: impl FnOnce(Result<JointDecision, StoreError>) + Send + 'static,
+    ) {
+        let Some(send) = &self.shared.send_joint else {
+            return callback(Err(StoreError::new(ErrorKind::NotReady)));
+        };
+        let Some(mut reply) = contain(|| send(joint)) else {
+            return callback(Err(panicked()));
+        };
+        // A local store has replied.
+        if let Some(decided) = (&mut reply).now_or_never() {
+            return callback(decided);
+        }
+        self.shared.set_first_runtime();
+        let runtime = Handle::try_current().ok();
+        if let Some(runtime) = runtime.as_ref().or(self.shared.first_runtime.get()) {
+            runtime.spawn(async move { callback(reply.await) });
         }
     }
 

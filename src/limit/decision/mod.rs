@@ -41,6 +41,8 @@ pub(crate) enum MadeBy {
     Locally,
     /// The fallback, and the primary store may have charged it, or neither store has.
     Unsure,
+    /// Several, in a decision on several keys: the decision of each key has its own.
+    Several,
 }
 
 /// Whether a check was allowed.
@@ -349,7 +351,7 @@ impl Decision {
     /// [unsent](crate::store::StoreError::is_not_sent): send a new one later. Layers and
     /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
     ///
-    /// There are no checks if nothing was granted, if all of it has expired, or if the fallback
+    /// There are no checks of a decision on [several keys](crate::check::JointCheck), if nothing was granted, if all of it has expired, or if the fallback
     /// granted a check that was also sent to Redis and got no reply: a refund in Redis could free
     /// what Redis never charged. Send each check
     /// once, and refund a decision once; of decisions under one id, refund only one. After a reset,
@@ -379,7 +381,7 @@ impl Decision {
     /// ```
     pub fn refund(&self, key: Key, cost: u32, age: Duration) -> Option<Check> {
         let part = cost.min(self.granted());
-        if part == 0 || self.made_by == MadeBy::Unsure {
+        if part == 0 || matches!(self.made_by, MadeBy::Unsure | MadeBy::Several) {
             return None;
         }
         let charge = PolicyCharge {
@@ -433,7 +435,7 @@ impl Decision {
     /// Returns where it was charged.
     pub(super) fn charged_at(&self) -> ChargedAt {
         match self.made_by {
-            MadeBy::There => ChargedAt::Redis(self.verdicts.at),
+            MadeBy::There | MadeBy::Several => ChargedAt::Redis(self.verdicts.at),
             MadeBy::Locally | MadeBy::Unsure => ChargedAt::Local(self.verdicts.at),
         }
     }
@@ -656,6 +658,28 @@ impl Verdicts {
             }
         }
         decider
+    }
+
+    /// Returns `true` if all policies allow the check now.
+    pub(super) fn is_allowed(&self) -> bool {
+        self.each.iter().all(Verdict::is_allowed)
+    }
+
+    /// Returns those on a check under some of the policies, which begin at this index.
+    pub(super) fn part(&self, first: usize, policies: &Policies) -> Self {
+        let last = (first + policies.len()).min(self.each.len());
+        let each = self.each.get(first..last).unwrap_or_default();
+        let is_of_slots = policies.without_in_flight().is_none();
+        Self {
+            // A request in flight is granted as one, regardless of its cost.
+            granted: if is_of_slots {
+                self.granted.min(1)
+            } else {
+                self.granted
+            },
+            each: SmallVec::from_slice(each),
+            ..*self
+        }
     }
 
     /// Returns the wait in microseconds, if the check is denied and waiting helps.

@@ -67,10 +67,10 @@ const MAX_SMALL_SHARES: usize = 100;
 
 /// How a check was sent to the primary store.
 #[derive(Debug, Clone, Copy)]
-struct SentToPrimary {
+pub(super) struct SentToPrimary {
     /// At that time.
     epoch: u64,
-    ticket: Ticket,
+    pub(super) ticket: Ticket,
 }
 
 pin_project! {
@@ -99,7 +99,7 @@ pin_project! {
 
 pin_project! {
     #[project = StepProj]
-    enum Step<P, F> {
+    pub(super) enum Step<P, F> {
         Primary {
             #[pin]
             waiting: Patient<P>,
@@ -120,7 +120,7 @@ pin_project! {
 }
 
 /// The answer, or the next step towards it.
-type NextStep<P, F> = Answer<Step<<P as Store>::Future, <F as Store>::Future>>;
+pub(super) type NextStep<P, F> = Answer<Step<<P as Store>::Future, <F as Store>::Future>>;
 
 impl<P: Store, F: Store> Partition<P, F> {
     /// Notifies the observer of an event, which is lost if the observer panics.
@@ -155,14 +155,13 @@ impl<P: Store, F: Store> Partition<P, F> {
         match next {
             Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future: step } => {
-                let partition = Arc::clone(self);
-                Answer::pending(FallbackFuture { partition, step })
+                Answer::pending(FallbackFuture::new(Arc::clone(self), step))
             }
         }
     }
 
     /// Returns `None` if the fallback must decide a check.
-    fn admit(self: &Arc<Self>, check: &Check) -> Option<SentToPrimary> {
+    pub(super) fn admit(self: &Arc<Self>, check: &Check) -> Option<SentToPrimary> {
         if !self.overtakes(check)
             && let Some(ticket) = self.breaker.admit()
         {
@@ -226,14 +225,14 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Handles a check that ends without an outcome. A probe finds an outage, if there is one.
-    fn abandon(self: &Arc<Self>, sent: SentToPrimary) {
+    pub(super) fn abandon(self: &Arc<Self>, sent: SentToPrimary) {
         self.breaker.learned_nothing(sent.ticket);
         self.abandoned.store(true, Ordering::Release);
         self.start_recovery();
     }
 
     /// Notifies the observer that the runtime was late while a check waited.
-    fn report_late(&self, by: Duration, gave_up: bool) {
+    pub(super) fn report_late(&self, by: Duration, gave_up: bool) {
         let event = event::RuntimeLate::new(by, gave_up);
         self.observe(|observer| observer.runtime_late(&event));
     }
@@ -247,10 +246,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.start_recovery();
         }
+        self.follow(check, decision, sent, true);
+    }
+
+    /// Lets the fallback follow a decision of the primary store. `has_effect` is `false` if another key of the check was
+    /// denied, so that an allowed one has taken nothing.
+    pub(super) fn follow(
+        &self,
+        check: &Check,
+        decision: &Decision,
+        sent: SentToPrimary,
+        has_effect: bool,
+    ) {
         // A repeated decision does not show the current counts. A decision that arrives in an outage may lack grants that
         // are in no account, because the primary store may have charged them.
         if !decision.is_repeated() {
-            if let Some(mirrored) = mirrored(check, decision) {
+            if has_effect && let Some(mirrored) = mirrored(check, decision) {
                 // Keep the slots of this instance in the fallback too, for an outage, if it decides immediately.
                 drop(self.fallback.check(mirrored));
             }
@@ -262,7 +273,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, sent: SentToPrimary) {
+    pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, sent: SentToPrimary) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         if !shows_failure(error) {
             return self.breaker.learned_nothing(sent.ticket);
@@ -294,7 +305,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// The error for a check of this caller without a reply at the deadline.
-    fn timed_out(&self, key: &Key) -> StoreError {
+    pub(super) fn timed_out(&self, key: &Key) -> StoreError {
         let error = if self.primary.backend().is_connecting(key) {
             StoreError::still_connecting()
         } else {
@@ -312,7 +323,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
     /// neither charged there afterwards nor ever refunded, but a reset is repeated. A release and a refund may be for the
     /// primary store only.
-    fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> NextStep<P, F> {
+    pub(super) fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> NextStep<P, F> {
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
         let mut caller = self.accounts.caller(check.key());
@@ -535,6 +546,10 @@ fn elsewhere(in_doubt: bool) -> StoreError {
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {
+    pub(super) fn new(partition: Arc<Partition<P, F>>, step: Step<P::Future, F::Future>) -> Self {
+        Self { partition, step }
+    }
+
     /// See [`Withdraw`](crate::store::Withdraw).
     pub(super) fn withdraw(self: Pin<&mut Self>) -> bool {
         let this = self.project();

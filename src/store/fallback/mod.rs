@@ -4,6 +4,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `check` | one check: the primary store's reply until the deadline, then the fallback's |
+//! | `joint` | a check of several keys |
 //! | `breaker` | the circuit breaker: closed, half-open, open |
 //! | `accounts`, `account` | grants and resets of the fallback that the primary store lacks |
 //! | `recovery` | the background task that probes the primary store, reconciles and closes the breaker |
@@ -39,6 +40,7 @@ mod account;
 mod accounts;
 mod breaker;
 mod check;
+mod joint;
 #[cfg(test)]
 mod model;
 mod outage;
@@ -68,12 +70,12 @@ use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::check::Partition;
 use super::{
-    Answer, Backend, BlocksSent, Health, Hooks, Instances, LocalStore, Observer, Store, StoreError,
-    Unreconciled, Waiters, Withdraw, flush, probe,
+    Answer, Backend, BlocksSent, Health, Hooks, Instances, JointFuture, LocalStore, Observer,
+    Store, StoreError, Unreconciled, Waiters, Withdraw, flush, joint::together, probe,
 };
 use crate::background::TaskOwner;
 use crate::blocks::Blocks;
-use crate::limit::{Check, Key};
+use crate::limit::{Check, JointCheck, Key};
 use crate::observe::{event, shared_observer};
 use crate::util::{Clock, OnceFlag};
 
@@ -372,6 +374,19 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
             partition.examine();
         }
         partition.check(check)
+    }
+
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        let partition = self.partition(joint.first().key());
+        if !partition.examined.is_claimed() {
+            partition.examine();
+        }
+        for part in joint.parts() {
+            if !Arc::ptr_eq(self.partition(part.key()), partition) {
+                return together(self, joint);
+            }
+        }
+        partition.check_all(joint)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {

@@ -10,8 +10,8 @@ use super::count;
 use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
-    Check, EachCharge, Extra, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict,
-    Verdicts, Writer, longest_period,
+    Check, EachCharge, Extra, Joint, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State,
+    Verdict, Verdicts, Writer, longest_period,
 };
 use crate::store::probe;
 
@@ -19,7 +19,7 @@ use crate::store::probe;
 /// an entry.
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
-    /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`. For a check with an id,
+    /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`, of one or several callers. For a check with an id,
     /// these are preceded by one key of `prefix:{caller}`, all of those suffixes, and `:id`, or `::id` after a suffix without
     /// a span.
     keys: Vec<u8>,
@@ -388,7 +388,14 @@ impl ScriptCall {
             check.mode(),
             Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
         );
-        if joins && check.id().is_none() {
+        if let Some(joint) = check.joint() {
+            match self.last_joint_entry(check, joint) {
+                Some(same) if joins && check.id().is_none() && self.entries[same].plan == plan => {
+                    return self.repeat(same, check);
+                }
+                _ => self.set_last_joint_entry(check, joint, entry),
+            }
+        } else if joins && check.id().is_none() {
             let last = self.last_entry.entry(*check.key()).or_insert(entry);
             match self.entries.get(*last) {
                 Some(same) if same.plan == plan => {
@@ -407,6 +414,22 @@ impl ScriptCall {
             self.last_entry.remove(check.key());
         }
         self.push_entry(plan, prefix, check);
+    }
+
+    /// Returns the last entry of the callers of a check, if it is the same for all of them, and of the same check.
+    fn last_joint_entry(&self, check: &Check, joint: &Joint) -> Option<usize> {
+        let last = *self.last_entry.get(check.key())?;
+        let mut callers = joint.keys();
+        let is_last_of_all = callers.all(|caller| self.last_entry.get(caller) == Some(&last));
+        is_last_of_all.then_some(last)
+    }
+
+    /// No later check of one of the callers overtakes this entry.
+    fn set_last_joint_entry(&mut self, check: &Check, joint: &Joint, entry: usize) {
+        self.last_entry.insert(*check.key(), entry);
+        for caller in joint.keys() {
+            self.last_entry.insert(*caller, entry);
+        }
     }
 
     /// Returns the index of the plan for this check, and creates the plan if it is new.
@@ -488,8 +511,10 @@ impl ScriptCall {
             self.keys.extend_from_slice(id.as_bytes());
             self.ends.push(self.keys.len());
         }
+        let mut callers = check.joint().map(Joint::key_of_each);
         for policy in check.policies().iter() {
-            self.push_caller(prefix, check.key());
+            let caller = callers.as_mut().and_then(Iterator::next);
+            self.push_caller(prefix, caller.unwrap_or(check.key()));
             self.push_count(policy);
             self.ends.push(self.keys.len());
         }

@@ -100,7 +100,7 @@ impl NodeQueue {
         let left = self.jobs.take(
             max,
             |job| job.weight as usize,
-            |job| !giving_back.is_empty() && giving_back.contains(job.check.key()),
+            |job| !giving_back.is_empty() && job.check.is_of_any(|key| giving_back.contains(key)),
             to,
         )?;
         for Job { check, .. } in &*to {

@@ -9,6 +9,7 @@ use std::num::NonZeroU64;
 use std::pin::{Pin, pin};
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures_util::future::{select, try_join_all};
@@ -27,15 +28,18 @@ use super::task::Worker;
 use crate::background::TaskOwner;
 use crate::blocks::Blocks;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Source, Verdict, Verdicts};
+use crate::limit::{Check, JointCheck, JointDecision, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
+use crate::store::joint::{JointReply, together};
 use crate::store::redis::link::{Login, PING_INTERVAL, Times, error_of};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, NodePool, Topology};
-use crate::store::{Answer, Backend, BlocksSent, Health, Hooks, Store, Waiters, Withdraw, probe};
+use crate::store::{
+    Answer, Backend, BlocksSent, Health, Hooks, JointFuture, Store, Waiters, Withdraw, probe,
+};
 use crate::util::{contain, instant, lock};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
@@ -68,6 +72,7 @@ use crate::util::{contain, instant, lock};
 /// - A node whose address now belongs to another cluster is not used: it must list a known node, by
 ///   its id. If no known node has replied for 30 seconds, the nodes that the application named
 ///   define the cluster, as at startup.
+/// - A check of [several keys](crate::guide::keys#several-keys) is exact if they are in one partition.
 /// - While a slot migrates, its callers' checks are sent one at a time. A check that needs several
 ///   keys (under several policies, or with a new id) may fail with
 ///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the migration ends, because
@@ -133,8 +138,51 @@ impl Store for RedisStore {
         self.inner.check(check)
     }
 
+    fn check_all(&self, joint: JointCheck) -> JointFuture {
+        if let Some(denied) = self.inner.joint_denial(&joint) {
+            return JointFuture::ready(Ok(denied));
+        }
+        let topology = &self.inner.topology;
+        let partition = topology.partition(joint.first().key());
+        let mut parts = joint.parts().iter();
+        if parts.any(|part| topology.partition(part.key()) != partition) {
+            return together(self, joint);
+        }
+        match self.inner.enqueue(joint.as_one(), partition) {
+            Ok(future) => JointFuture::of(JointRedisFuture {
+                store: Arc::clone(&self.inner),
+                future,
+                joint,
+            }),
+            Err(error) => JointFuture::ready(Err(error.not_sent())),
+        }
+    }
+
     fn backend(&self) -> Backend<'_, RedisFuture> {
         Backend::withdrawable(self)
+    }
+}
+
+/// The decision of one script call on several keys.
+struct JointRedisFuture {
+    store: Arc<SharedStore>,
+    future: RedisFuture,
+    joint: JointCheck,
+}
+
+impl Future for JointRedisFuture {
+    type Output = Result<JointDecision, StoreError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let whole = ready!(Pin::new(&mut self.future).poll(cx))?;
+        Poll::Ready(Ok(self.joint.split(whole)))
+    }
+}
+
+impl JointReply for JointRedisFuture {
+    fn withdraw(mut self: Pin<&mut Self>) -> bool {
+        let Self { store, future, .. } = &mut *self;
+        store.withdraw(future)
     }
 }
 
@@ -351,6 +399,22 @@ impl SharedStore {
             }
             Err(error) => Answer::ready(Err(error.not_sent())),
         }
+    }
+
+    /// Answers a check of several keys from the cached denials of each key.
+    fn joint_denial(&self, joint: &JointCheck) -> Option<JointDecision> {
+        if joint.id().is_some() {
+            return None;
+        }
+        let mut parts = Vec::with_capacity(joint.parts().len());
+        for part in joint.parts() {
+            let verdicts = self.denials.verdicts(part);
+            parts.push(verdicts.map(|verdicts| part.clone().answer(verdicts, Source::Cached)));
+        }
+        if parts.iter().all(Option::is_none) {
+            return None;
+        }
+        Some(joint.combine(parts))
     }
 
     /// Queues a check for its partition's node.
@@ -636,7 +700,16 @@ impl SharedStore {
             } else if let Ok(verdicts) = &verdicts
                 && !verdicts.each.iter().all(Verdict::is_allowed)
             {
-                self.denials.learn(&check, verdicts, queued_at, sent_at);
+                match check.joint() {
+                    None => self.denials.learn(&check, verdicts, queued_at, sent_at),
+                    Some(joint) => {
+                        for (part, verdicts) in joint.each(&check, verdicts) {
+                            if !verdicts.each.iter().all(Verdict::is_allowed) {
+                                self.denials.learn(&part, &verdicts, queued_at, sent_at);
+                            }
+                        }
+                    }
+                }
             }
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });

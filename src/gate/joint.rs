@@ -1,0 +1,384 @@
+//! Layers of several keys: a request passes if all keys allow it.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+use tokio::time::Instant;
+
+use super::shadows::Shadows;
+use super::{
+    Admission, Admitted, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnError,
+    OnMissingKey, Pending, PolicySelector, Refusal, Selector,
+};
+use crate::error::{ConfigError, StoreError};
+use crate::held_slots::JointSlots;
+use crate::limit::{Charge, JointCheck, JointDecision, Key, Policies};
+use crate::observe::Observer;
+use crate::observe::event::UncountedReason;
+use crate::settle::RequestCost;
+use crate::store::Store;
+use crate::util::instant;
+
+/// Another key of a layer's requests, with its policies.
+pub(super) struct OtherKey<R> {
+    extractor: Arc<dyn KeyExtractor<R>>,
+    pub(super) policies: Selector<R>,
+}
+
+/// The keys of a request, and the policies of each. A part without policies is left out.
+#[derive(Default)]
+pub(super) struct JointParts {
+    each: SmallVec<[(Key, Policies); 3]>,
+    /// Whether the first one is of the layer's first key.
+    has_first: bool,
+    /// The last key that the request lacks.
+    missing: Option<MissingKey>,
+}
+
+/// A check of several keys that is not decided yet.
+pub(super) struct JointQuestion {
+    pub(super) joint: JointCheck,
+    /// Time at which the check was sent. `None` if it is not needed.
+    pub(super) since: Option<Instant>,
+    /// The slots under the policies that limit requests in flight. They exist before the check is sent.
+    pub(super) slots: JointSlots,
+    has_first: bool,
+}
+
+/// The problem of a layer of several keys whose requests wait.
+const NO_TURNS: &str = "a layer of several keys cannot make requests wait, since a turn is that of one key: remove `.wait(..)` \
+                        or `.and(..)`, or let an outer layer of one key wait";
+
+impl<R: 'static> OtherKey<R> {
+    pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.extractor.observe(observer);
+        self.policies.observe(observer);
+    }
+
+    pub(super) fn extractor(&self) -> &dyn KeyExtractor<R> {
+        &*self.extractor
+    }
+}
+
+impl<R> Clone for OtherKey<R> {
+    fn clone(&self) -> Self {
+        Self {
+            extractor: Arc::clone(&self.extractor),
+            policies: self.policies.clone(),
+        }
+    }
+}
+
+impl<S, R: 'static> Gate<S, R> {
+    /// Adds a key, which must allow each request too.
+    pub(crate) fn and(
+        &mut self,
+        extractor: impl KeyExtractor<R>,
+        policies: impl PolicySelector<R>,
+    ) {
+        let other = OtherKey {
+            extractor: Arc::new(extractor),
+            policies: Selector::new(policies),
+        };
+        if let Some(observer) = self.notifier.observer() {
+            other.observe(observer);
+        }
+        self.others.push(other);
+        if self.settings.enforcement == Enforcement::Plain {
+            self.settings.enforcement = Enforcement::SeveralKeys;
+        }
+    }
+
+    /// # Panics
+    ///
+    /// If there are too many keys, if policies that are set at startup do not fit together, or if requests wait.
+    pub(super) fn assert_joint(&self) {
+        if self.others.is_empty() {
+            return;
+        }
+        assert!(self.wait.is_none(), "{NO_TURNS}");
+        let keys = self.others.len() + 1;
+        assert!(
+            keys <= JointCheck::MAX_KEYS,
+            "{keys} keys for one layer: use at most {}",
+            JointCheck::MAX_KEYS
+        );
+        let problem = match self.fixed_policies() {
+            Some(Err(error)) => error.to_string(),
+            Some(Ok(_)) | None => String::new(),
+        };
+        assert!(problem.is_empty(), "{problem}");
+    }
+
+    /// Returns the policies of all keys whose policies are set at startup.
+    pub(super) fn fixed_policies(&self) -> Option<Result<Policies, ConfigError>> {
+        let others = self.others.iter().map(|other| &other.policies);
+        let mut lists = SmallVec::<[&Policies; 3]>::new();
+        for selector in [&self.policies].into_iter().chain(others) {
+            if let Selector::Fixed(policies) = selector {
+                lists.push(policies);
+            }
+        }
+        if lists.is_empty() {
+            return None;
+        }
+        Some(Policies::joined(&lists))
+    }
+}
+
+impl<S: Store, R: 'static> Gate<S, R> {
+    /// Sends the check of all keys of a request. `selected` are the policies of the first one.
+    pub(super) fn admit_all(
+        &self,
+        request: &R,
+        first: Result<Key, MissingKey>,
+        selected: Option<Cow<'_, Policies>>,
+    ) -> Admission<S::Future> {
+        let first_key = first.as_ref().ok().copied();
+        let parts = match self.parts(request, first, selected) {
+            Ok(parts) => parts,
+            Err(missing) => {
+                self.notifier.uncounted(missing.reason(), false);
+                return Admission::Decided(Err(Refusal::MissingKey(missing)));
+            }
+        };
+        match parts.each.as_slice() {
+            [] => {
+                let reason = match &parts.missing {
+                    Some(missing) => missing.reason(),
+                    None => UncountedReason::Exempt,
+                };
+                self.notifier.uncounted(reason, true);
+                self.uncounted(request, first_key)
+            }
+            // One key is left: the plain path.
+            [(key, policies)] => self.admit_under(request, Ok(*key), Some(Cow::Borrowed(policies))),
+            _ => match self.joint(request, &parts) {
+                Ok(joint) => self.send_joint(request, joint, parts.has_first),
+                Err(error) => self.unjoinable(request, &parts, error),
+            },
+        }
+    }
+
+    /// Returns the keys and the policies of a request.
+    ///
+    /// # Errors
+    ///
+    /// The key for whose lack the request is rejected. A dry run rejects nothing.
+    fn parts(
+        &self,
+        request: &R,
+        first: Result<Key, MissingKey>,
+        selected: Option<Cow<'_, Policies>>,
+    ) -> Result<JointParts, MissingKey> {
+        let mut parts = JointParts::default();
+        self.add_part(&mut parts, first, selected)?;
+        parts.has_first = !parts.each.is_empty();
+        for other in &self.others {
+            let key = other.extractor.extract_for(request, &self.notifier);
+            let selected = other.policies.find(request, key.as_ref().ok());
+            self.add_part(&mut parts, key, selected)?;
+        }
+        Ok(parts)
+    }
+
+    fn add_part(
+        &self,
+        parts: &mut JointParts,
+        key: Result<Key, MissingKey>,
+        selected: Option<Cow<'_, Policies>>,
+    ) -> Result<(), MissingKey> {
+        let Some(selected) = selected else {
+            return Ok(());
+        };
+        match key {
+            Ok(key) => {
+                if let Some(policies) = self.countable(selected) {
+                    parts.each.push((key, policies.into_owned()));
+                }
+            }
+            Err(missing) => {
+                self.notifier.missing(&missing);
+                let is_allowed =
+                    self.settings.on_missing_key == OnMissingKey::Allow && missing.is_absent();
+                let passes = is_allowed || self.is_dry_run();
+                if !passes {
+                    return Err(missing);
+                }
+                parts.missing = Some(missing);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the check of these keys. Its cost is that under the policies of the first one.
+    fn joint(&self, request: &R, parts: &JointParts) -> Result<JointCheck, ConfigError> {
+        let cost = match parts.each.first() {
+            Some((_, policies)) => self.cost(request, policies),
+            None => 0,
+        };
+        let each = parts.each.iter().map(|(key, policies)| (*key, policies));
+        JointCheck::take(each, cost)
+    }
+
+    fn joint_question(&self, joint: JointCheck, has_first: bool) -> JointQuestion {
+        let slots = if self.holds == Holds::Nothing {
+            JointSlots::default()
+        } else {
+            self.in_flight.track_all(&joint)
+        };
+        JointQuestion {
+            joint,
+            since: self.since(),
+            slots,
+            has_first,
+        }
+    }
+
+    fn send_joint(&self, request: &R, joint: JointCheck, has_first: bool) -> Admission<S::Future> {
+        let joint = joint.with_key_as_id(self.id(request));
+        // Before the check is sent: a request that is dropped before the reply must release its slots.
+        let question = self.joint_question(joint.clone(), has_first);
+        match self.notifier.send_all(&self.store, joint).into_ready() {
+            Ok(answer) => Admission::Decided(self.conclude_joint(request, question, answer)),
+            Err(future) => Admission::Undecided(Pending::Joint {
+                future,
+                question: Some(Box::new(question)),
+            }),
+        }
+    }
+
+    /// Handles policies of a request that do not fit together, as when two keys have a policy of the same name.
+    #[cold]
+    fn unjoinable(
+        &self,
+        request: &R,
+        parts: &JointParts,
+        error: ConfigError,
+    ) -> Admission<S::Future> {
+        let error = StoreError::from(error);
+        let key = parts.each.first().map(|(key, _)| *key);
+        if let Some(key) = &key {
+            let answer = Err(error.clone());
+            self.notifier.answered(key, 0, None, &answer, false);
+        }
+        match self.settings.on_error {
+            OnError::Reject => Admission::Decided(Err(Refusal::Unavailable(error))),
+            OnError::Allow => {
+                self.notifier.uncounted(UncountedReason::Failed, true);
+                self.uncounted(request, key)
+            }
+        }
+    }
+
+    /// Admits or rejects by the decision on all keys, and notifies the observer.
+    pub(super) fn conclude_joint(
+        &self,
+        request: &R,
+        question: JointQuestion,
+        answer: Result<JointDecision, StoreError>,
+    ) -> Admitted<S::Future> {
+        let JointQuestion {
+            joint,
+            since,
+            mut slots,
+            has_first,
+        } = question;
+        slots.on_reply(answer.as_ref());
+        self.notifier.joint_answered(&joint, since, &answer, false);
+        let first_key = *joint.first().key();
+        let decided = match answer {
+            Ok(decided) if decided.decision().is_allowed() => Some(decided),
+            Ok(denied) => {
+                // The denial of another key is not the fault of the first one.
+                if let Some(blocking) = &self.settings.blocking
+                    && let Some(Some(first)) = denied.parts().first()
+                    && has_first
+                {
+                    blocking.denied(request, &first_key, first, &self.ops);
+                }
+                return Err(Refusal::Denied(denied.into_decision()));
+            }
+            Err(error) if self.settings.on_error == OnError::Reject => {
+                return Err(Refusal::Unavailable(error));
+            }
+            Err(_) => {
+                self.notifier.uncounted(UncountedReason::Failed, true);
+                slots = slots.admitted_after_error();
+                None
+            }
+        };
+        let mut grant = Grant::default();
+        if self.settles() || !slots.is_empty() {
+            let reserved = match &decided {
+                Some(decided) if self.settles() => joint_charges(&joint, decided, since),
+                _ => SmallVec::new(),
+            };
+            // Restart the sender if its runtime has shut down.
+            self.ops.wake();
+            grant.charge = Some(RequestCost::new(self.ops.clone(), reserved, slots));
+        }
+        grant.decision = decided.map(JointDecision::into_decision);
+        // Last, since the checks of shadows add their charges to that of the request.
+        if self.has_shadows() {
+            grant.try_shadows(self, request, first_key, joint.id().copied());
+        }
+        Ok(grant)
+    }
+
+    /// Admits any request, and checks all of its keys in a dry run.
+    pub(super) fn dry_run_all(
+        &self,
+        request: &R,
+        first: Result<Key, MissingKey>,
+    ) -> Admission<S::Future> {
+        let selected = self.policies.find(request, first.as_ref().ok());
+        // A dry run rejects nothing.
+        let parts = self.parts(request, first, selected).unwrap_or_default();
+        let mut grant = Grant::default();
+        if self.settles() {
+            grant.charge = Some(self.charge(None, None));
+        }
+        let Some((first_key, _)) = parts.each.first() else {
+            let reason = match &parts.missing {
+                Some(missing) => missing.reason(),
+                None => UncountedReason::Exempt,
+            };
+            self.notifier.uncounted(reason, true);
+            return Admission::Decided(Ok(grant));
+        };
+        let id = self.id(request);
+        let charge = grant.charge.as_ref();
+        let mut shadows = Shadows::start(self, request, (*first_key, id), charge);
+        match self.joint(request, &parts) {
+            Ok(joint) => {
+                let joint = joint.with_key_as_id(id);
+                let question = self.joint_question(joint.clone(), parts.has_first);
+                let answer = self.notifier.send_all(&self.store, joint);
+                shadows.add_joint(Box::new(question), answer);
+            }
+            Err(error) => {
+                let answer = Err(StoreError::from(error));
+                self.notifier.answered(first_key, 0, None, &answer, true);
+            }
+        }
+        grant.shadows = Some(Box::new(shadows));
+        Admission::Decided(Ok(grant))
+    }
+}
+
+/// Returns the charges of a granted check. None if the decision repeats an earlier one: the first request under an id
+/// settles its charges.
+pub(super) fn joint_charges(
+    joint: &JointCheck,
+    decided: &JointDecision,
+    since: Option<Instant>,
+) -> SmallVec<[Charge; 1]> {
+    match since {
+        Some(since) if !decided.decision().is_repeated() => {
+            decided.charges(joint, since, instant())
+        }
+        _ => SmallVec::new(),
+    }
+}
