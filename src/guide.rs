@@ -58,6 +58,7 @@ pub mod start {}
 ///
 /// [answers]: crate::guide::answers
 /// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
+/// [joint]: crate::guide::keys#several-keys
 /// [leases]: crate::guide::leases
 /// [runbook]: crate::guide::runbook
 /// [settling]: crate::guide::settling
@@ -185,6 +186,7 @@ pub mod migrating {}
 /// How to choose a strategy.
 ///
 /// [block]: crate::guide::recipes#a-block-after-repeated-denials
+/// [joint]: crate::guide::keys#several-keys
 /// [memory]: crate::guide::sizing#memory
 /// [settling]: crate::guide::settling
 /// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
@@ -198,6 +200,7 @@ pub mod choosing {}
 /// [busy]: crate::guide::faults#a-busy-runtime
 /// [credentials]: crate::guide::servers#credentials-that-change
 /// [distance]: crate::guide::sizing#throughput-over-a-distance
+/// [joint]: crate::guide::keys#several-keys
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::sizing#partitions
 #[doc = include_str!("../docs/options.md")]
