@@ -32,16 +32,16 @@ local function window_start(policy, now)
 end
 
 -- Returns the start of the current window of a calendar, the count, and whether the state must be saved. The count of another
--- calendar keeps its end, unless that is in the second half of this window: then it ends with this window. The start is the
--- end minus the length of this window.
+-- calendar keeps its end, unless that is in the second half of this window: then it ends with this window, and a microsecond
+-- later. So its end is odd, and it is extended only once. The start is the end minus the length of this window.
 local function load_calendar(policy, now, stop, count)
   local period = policy.period
   if count == 0 or stop <= now then
     return policy.offset, 0
   elseif stop - now > 2 * period then
     return policy.offset, count, nil, true
-  elseif stop < policy.offset + period and 2 * (stop - policy.offset) > period then
-    return policy.offset, count, nil, true
+  elseif stop % 2 == 0 and stop < policy.offset + period and 2 * (stop - policy.offset) > period then
+    return policy.offset + 1, count, nil, true
   end
   return stop - period, count
 end

@@ -261,6 +261,10 @@ impl BlockEnds {
 
 impl UnsentChanges {
     fn add(&mut self, BlockChange { caller, kind }: BlockChange) {
+        let ends = matches!(kind, BlockChangeKind::End { .. });
+        if ends && self.0.len() >= MAX && !self.0.contains_key(&caller) {
+            return;
+        }
         let change = match kind {
             BlockChangeKind::End { was_known } => UnsentChange {
                 ends: Some(EndOfBlock { was_known }),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::Either;
+use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use crate::background::OpQueue;
@@ -482,8 +483,17 @@ impl<S: Store> Limiter<S> {
         parts: impl IntoIterator<Item = (Key, &'a Policies)>,
         cost: u32,
     ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
-        let decided = JointCheck::take(parts, cost).map(|joint| self.decide_all(joint));
-        async move { Ok(decided?.await?.into_decision()) }
+        let parts: SmallVec<[(Key, &Policies); JointCheck::MAX_KEYS]> = parts.into_iter().collect();
+        let sent = match blocked_take(&parts, cost) {
+            Some(take) => Err(self.decide(take)),
+            None => Ok(JointCheck::take(parts, cost).map(|joint| self.decide_all(joint))),
+        };
+        async move {
+            match sent {
+                Ok(decided) => Ok(decided?.await?.into_decision()),
+                Err(denied) => denied.await,
+            }
+        }
     }
 
     /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
@@ -601,13 +611,21 @@ impl<S: Store> Limiter<S> {
         // Restart the sender if its runtime has shut down: it will settle the reservation.
         ops.wake();
         let since = instant();
+        let parts: SmallVec<[(Key, &Policies); JointCheck::MAX_KEYS]> = parts.into_iter().collect();
+        if let Some(take) = blocked_take(&parts, cost) {
+            let denied = self.decide(take);
+            return Either::Left(async move {
+                let denied = RateLimited::new(denied.await?);
+                Err(ReserveError::Denied(denied))
+            });
+        }
         let sent = JointCheck::take(parts, cost).map(|joint| {
             // Before the check is sent: if this future is dropped before the reply, the slots are released.
             let slots = self.in_flight.track_all(&joint);
             let answer = self.decide_all(joint.clone());
             (joint, slots, answer)
         });
-        async move {
+        Either::Right(async move {
             let (joint, mut slots, answer) = sent.map_err(StoreError::from)?;
             let answer = answer.await;
             slots.on_reply(answer.as_ref());
@@ -619,7 +637,7 @@ impl<S: Store> Limiter<S> {
             let charges = decided.charges(&joint, since, instant());
             let decision = decided.into_decision();
             Ok(Reservation::new(decision, charges, slots, ops))
-        }
+        })
     }
 
     /// Takes `cost` as a [`Reservation`], like [`reserve`](Self::reserve), waiting up to `max` if necessary, as
@@ -740,7 +758,8 @@ impl<S: Store> Limiter<S> {
         let ops = self.in_flight.ops().clone();
         async move {
             // A store of your own may owe more than its hooks know.
-            flush(&store, Some(&ops)).await && store.flush().await
+            let is_flushed = flush(&store, Some(&ops)).await;
+            store.flush().await && is_flushed
         }
     }
 
@@ -972,6 +991,12 @@ impl Reported {
 /// Returns the policies that count costs, or all policies if no policy does.
 fn of_costs(policies: &Policies) -> &Policies {
     policies.without_in_flight().unwrap_or(policies)
+}
+
+/// Returns the take of the first key whose policies are blocked, which denies all.
+fn blocked_take(parts: &[(Key, &Policies)], cost: u32) -> Option<Check> {
+    let (key, policies) = parts.iter().find(|(_, policies)| policies.are_blocked())?;
+    Some(Check::take(*key, policies, cost))
 }
 
 fn exempt_decision(check: &Check) -> Decision {

@@ -309,7 +309,7 @@ fn reloads_valid_files_and_rejects_invalid_ones() {
         ),
         (
             with("5/min").replace("key-of-bob = {", "key-of-bob = 7 #"),
-            ["line 38", "invalid type: integer `7`"],
+            ["line 39", "invalid type: integer `7`"],
         ),
     ] {
         gateway.change(&text);

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::shadows::Shadows;
 use super::{
     Admission, Admitted, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnError,
-    OnMissingKey, Pending, PolicySelector, Refusal, Selector,
+    OnMissingKey, Pending, PolicySelector, Refusal, Selector, denial,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::held_slots::JointSlots;
@@ -34,6 +34,8 @@ pub(super) struct JointParts {
     has_first: bool,
     /// The last key that the request lacks.
     missing: Option<MissingKey>,
+    /// The first key whose policies are [blocked](Policies::blocked), which denies the request.
+    blocked: Option<(Key, Policies)>,
 }
 
 /// A check of several keys that is not decided yet.
@@ -116,7 +118,9 @@ impl<S, R: 'static> Gate<S, R> {
         let others = self.others.iter().map(|other| &other.policies);
         let mut lists = SmallVec::<[&Policies; 3]>::new();
         for selector in [&self.policies].into_iter().chain(others) {
-            if let Selector::Fixed(policies) = selector {
+            if let Selector::Fixed(policies) = selector
+                && !policies.are_blocked()
+            {
                 lists.push(policies);
             }
         }
@@ -143,6 +147,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 return Admission::Decided(Err(Refusal::MissingKey(missing)));
             }
         };
+        if let Some((key, policies)) = &parts.blocked {
+            return self.deny_blocked(request, *key, policies, None);
+        }
         match parts.each.as_slice() {
             [] => {
                 let reason = match &parts.missing {
@@ -152,8 +159,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 self.notifier.uncounted(reason, true);
                 self.uncounted(request, first_key)
             }
-            // One key is left: the plain path.
-            [(key, policies)] => self.admit_under(request, Ok(*key), Some(Cow::Borrowed(policies))),
+            // Only the first key is left: the plain path. The denials of another one are no strikes.
+            [(key, policies)] if parts.has_first => {
+                self.admit_under(request, Ok(*key), Some(Cow::Borrowed(policies)))
+            }
             _ => match self.joint(request, &parts) {
                 Ok(joint) => self.send_joint(request, joint, parts.has_first),
                 Err(error) => self.unjoinable(request, &parts, error),
@@ -192,6 +201,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let Some(selected) = selected else {
             return Ok(());
         };
+        if selected.are_blocked() {
+            // Also without a key, which may be optional.
+            let key = key.unwrap_or(Key::GLOBAL);
+            parts.blocked.get_or_insert((key, selected.into_owned()));
+            return Ok(());
+        }
         match key {
             Ok(key) => {
                 if let Some(policies) = self.countable(selected) {
@@ -334,8 +349,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
         first: Result<Key, MissingKey>,
     ) -> Admission<S::Future> {
         let selected = self.policies.find(request, first.as_ref().ok());
+        let caller = first.as_ref().ok().copied();
         // A dry run rejects nothing.
         let parts = self.parts(request, first, selected).unwrap_or_default();
+        if let Some((key, policies)) = &parts.blocked {
+            let check = self.check(*key, policies, request, None);
+            let denied = denial(&check, None, self.settings.forbids_blocked);
+            self.notifier
+                .answered(key, check.cost(), None, &Ok(denied), true);
+            return self.uncounted(request, caller);
+        }
         let mut grant = Grant::default();
         if self.settles() {
             grant.charge = Some(self.charge(None, None));
@@ -346,7 +369,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 None => UncountedReason::Exempt,
             };
             self.notifier.uncounted(reason, true);
-            return Admission::Decided(Ok(grant));
+            return self.uncounted(request, caller);
         };
         let id = self.id(request);
         let charge = grant.charge.as_ref();

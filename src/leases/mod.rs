@@ -204,7 +204,8 @@ impl<S: Store> Store for Leased<S> {
 
     async fn flush(&self) -> bool {
         // A store of the application may owe more than its hooks know.
-        flush(self, None).await && self.inner.store.flush().await
+        let is_flushed = flush(self, None).await;
+        self.inner.store.flush().await && is_flushed
     }
 }
 
@@ -244,6 +245,10 @@ impl<S: Store> Hooks for Leased<S> {
 
     fn is_connecting(&self, key: &Key) -> bool {
         self.inner.store.backend().is_connecting(key)
+    }
+
+    fn remembered(&self, check: &Check) -> Option<Decision> {
+        self.inner.store.backend().remembered(check)
     }
 
     fn deadline(&self) -> Option<Duration> {

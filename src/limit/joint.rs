@@ -369,6 +369,16 @@ impl Joint {
         self.callers.iter().map(|caller| &caller.key)
     }
 
+    /// Returns how the policies are divided among the callers, as a number that is 0 for no other division.
+    pub(crate) fn split(&self) -> u32 {
+        let mut split = 0;
+        for caller in &self.callers {
+            // At most `Policies::MAX` for each of `JointCheck::MAX_KEYS` callers.
+            split = split << 8 | caller.policies.len() as u32;
+        }
+        split
+    }
+
     /// Splits a check and its verdicts by key.
     pub(crate) fn each(&self, check: &Check, verdicts: &Verdicts) -> Vec<(Check, Verdicts)> {
         let mut each = Vec::with_capacity(self.callers.len());

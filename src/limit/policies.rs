@@ -60,12 +60,7 @@ struct SharedPolicies {
 
 /// The lists that begin with a list, which keeps them: most requests combine the same ones.
 #[derive(Default)]
-struct JoinedLists(Mutex<Vec<JoinedList>>);
-
-struct JoinedList {
-    others: SmallVec<[Policies; 2]>,
-    joined: Policies,
-}
+struct JoinedLists(Mutex<Vec<Policies>>);
 
 /// Maximum number of combinations that a list keeps.
 const MAX_JOINED: usize = 16;
@@ -171,31 +166,25 @@ impl Policies {
     ///
     /// As [`new`](Self::new).
     pub(crate) fn joined(lists: &[&Self]) -> Result<Self, ConfigError> {
-        let (first, others) = match lists {
+        let first = match lists {
             [] => return Self::new([]),
             [only] => return Ok((*only).clone()),
-            [first, others @ ..] => (*first, others),
+            [first, ..] => *first,
         };
         let kept = &first.extension::<JoinedLists>().0;
-        let of_others = |list: &JoinedList| list.others.iter().eq(others.iter().copied());
-        let find = |kept: &[JoinedList]| {
-            let list = kept.iter().find(|list| of_others(list))?;
-            Some(list.joined.clone())
-        };
-        if let Some(joined) = find(&kept.lock().unwrap_or_else(PoisonError::into_inner)) {
-            return Ok(joined);
-        }
-        let all = lists.iter().flat_map(|list| list.iter().cloned());
-        let joined = Self::new(all)?;
+        let all = || lists.iter().flat_map(|list| list.iter());
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        for joined in &*kept {
+            if joined.iter().eq(all()) {
+                return Ok(joined.clone());
+            }
+        }
+        let joined = Self::new(all().cloned())?;
         // An application may create lists for each call.
         if kept.len() >= MAX_JOINED {
             kept.clear();
         }
-        kept.push(JoinedList {
-            others: others.iter().copied().cloned().collect(),
-            joined: joined.clone(),
-        });
+        kept.push(joined.clone());
         Ok(joined)
     }
 

@@ -497,6 +497,7 @@ impl PartialEq for Policy {
             && self.kind() == other.kind()
             && self.quota() == other.quota()
             && self.0.lease == other.0.lease
+            && self.is_blocked() == other.is_blocked()
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{Health, Waiters};
 use crate::blocks::Blocks;
 use crate::error::StoreError;
-use crate::limit::{Decision, Key};
+use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 
 /// The hooks of a [`Store`](super::Store) for a [`Fallback`](crate::Fallback) and the layers: opaque.
@@ -92,6 +92,20 @@ pub(crate) trait Hooks {
     /// Returns the time that the store allows for a check before it is decided otherwise or fails. A
     /// [`Leased`](crate::Leased) store lets no check wait longer for a block. `None`: unknown.
     fn deadline(&self) -> Option<Duration> {
+        None
+    }
+
+    /// Does what a check needs before it may be decided under a lock: calls the functions of its calendars.
+    ///
+    /// # Errors
+    ///
+    /// That of the check.
+    fn prepare(&self, _check: &Check) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    /// Returns the denial of a check if the store remembers it.
+    fn remembered(&self, _check: &Check) -> Option<Decision> {
         None
     }
 
@@ -242,6 +256,16 @@ impl<'a, F> Backend<'a, F> {
     /// See [`Hooks::deadline`].
     pub(crate) fn deadline(self) -> Option<Duration> {
         self.hooks.deadline()
+    }
+
+    /// See [`Hooks::prepare`].
+    pub(crate) fn prepare(self, check: &Check) -> Result<(), StoreError> {
+        self.hooks.prepare(check)
+    }
+
+    /// See [`Hooks::remembered`].
+    pub(crate) fn remembered(self, check: &Check) -> Option<Decision> {
+        self.hooks.remembered(check)
     }
 
     /// See [`Hooks::leases`].

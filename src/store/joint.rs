@@ -163,8 +163,34 @@ pub(in crate::store) fn one_by_one<S: Store>(store: &S, joint: JointCheck) -> Jo
     })
 }
 
+/// Returns the denial that the store remembers of any of the keys. With an id, only after it is known that the request is
+/// none that was allowed before.
+pub(in crate::store) fn remembered_denial<S: Store>(
+    store: &S,
+    joint: &JointCheck,
+) -> Option<JointDecision> {
+    if joint.id().is_some() {
+        return None;
+    }
+    remembered(store, joint)
+}
+
+fn remembered<S: Store>(store: &S, joint: &JointCheck) -> Option<JointDecision> {
+    let mut parts = Vec::with_capacity(joint.parts().len());
+    for part in joint.parts() {
+        parts.push(store.backend().remembered(part));
+    }
+    if parts.iter().all(Option::is_none) {
+        return None;
+    }
+    Some(joint.combine(parts))
+}
+
 /// Checks all keys concurrently. After a denial, refunds what was taken immediately.
 pub(in crate::store) fn together<S: Store>(store: &S, joint: JointCheck) -> JointFuture {
+    if let Some(denied) = remembered_denial(store, &joint) {
+        return JointFuture::ready(Ok(denied));
+    }
     let store = store.clone();
     // Sent by this call, as a check of one key is.
     let (asks_id, first) = match joint.questions() {
@@ -177,6 +203,9 @@ pub(in crate::store) fn together<S: Store>(store: &S, joint: JointCheck) -> Join
         if asks_id {
             if let Some(repeated) = repetition(&joint, &replies) {
                 return Ok(repeated);
+            }
+            if let Some(denied) = remembered(&store, &joint) {
+                return Ok(denied);
             }
             sent_at = instant();
             replies = join_all(send_all(&store, joint.parts())).await;

@@ -413,6 +413,10 @@ impl Store for LocalStore {
 }
 
 impl Hooks for LocalStore {
+    fn prepare(&self, check: &Check) -> Result<(), StoreError> {
+        check.prepare(|| self.shared.calendar_micros())
+    }
+
     fn waiters(&self) -> Option<Waiters> {
         Some(self.shared.waiters.clone())
     }
@@ -477,6 +481,9 @@ impl CountShard {
                     if hold.expires_at() <= now {
                         self.states.remove(count);
                     }
+                } else if now + verdicts.first().reset > hold.expires_at() {
+                    // A denial has extended the count of another calendar.
+                    *hold = hold_counted(state, verdicts.first(), policy, now);
                 }
                 return verdicts;
             }
@@ -576,9 +583,13 @@ fn decide_all(
     let verdicts = check.decide_by(&mut states, now, ahead);
     let counts = check.policies().iter().zip(places).zip(found);
     if !changes(check, &verdicts) {
-        for (state, ((policy, CountPlace { shard, .. }), place)) in states.into_iter().zip(counts) {
-            // Without a new hold: nothing has changed that it depends on.
+        let decided = states.into_iter().zip(&verdicts.each);
+        for ((state, verdict), ((policy, CountPlace { shard, .. }), place)) in decided.zip(counts) {
             if let Some(slot) = shards[*shard].state_at(place) {
+                if now + verdict.reset > slot.hold.expires_at() {
+                    // A denial has extended the count of another calendar.
+                    slot.hold = hold_counted(&state, verdict, policy, now);
+                }
                 slot.value.put_back(state, policy);
             }
         }
@@ -736,11 +747,13 @@ mod tests {
             let first = take(&east).await.unwrap();
             assert_eq!((first.is_allowed(), first.reset_after()), (true, HOUR));
             let denied = take(&policies).await.unwrap();
-            assert_eq!(denied.retry_after(), Some(2 * HOUR));
+            // An extended count ends a microsecond later.
+            let more = Duration::from_micros(1);
+            assert_eq!(denied.retry_after(), Some(2 * HOUR + more));
             tokio::time::advance(HOUR + HOUR / 2).await;
             let denied = take(&policies).await.unwrap();
-            assert_eq!(denied.retry_after(), Some(HOUR / 2));
-            tokio::time::advance(HOUR / 2).await;
+            assert_eq!(denied.retry_after(), Some(HOUR / 2 + more));
+            tokio::time::advance(HOUR / 2 + Duration::from_millis(1)).await;
             assert!(take(&policies).await.unwrap().is_allowed());
         }
     }

@@ -13,9 +13,9 @@ pub(super) type WindowOf = fn(SystemTime) -> Range<SystemTime>;
 
 /// The windows of a function. The process keeps each function that it has used, so that a calendar is `Copy`.
 #[derive(Clone, Copy)]
-pub(super) struct CustomWindows(&'static Windows);
+pub(super) struct CustomWindows(&'static CalledWindows);
 
-struct Windows {
+struct CalledWindows {
     name: &'static str,
     window_of: WindowOf,
     /// The end of each window that was needed lately, by its start. A decision reads them, so that it calls no function
@@ -38,7 +38,7 @@ impl CustomWindows {
         if let Some(known) = all.get(&id) {
             return *known;
         }
-        let kept = Self(Box::leak(Box::new(Windows {
+        let kept = Self(Box::leak(Box::new(CalledWindows {
             name,
             window_of,
             known: RwLock::default(),
@@ -74,7 +74,8 @@ impl CustomWindows {
         }
         let mut known = self.0.known.write().unwrap_or_else(PoisonError::into_inner);
         for Window { start, end } in [before, window, after] {
-            known.insert(start, end);
+            // Even, as whole seconds are: an odd end marks a count that is extended.
+            known.insert(start & !1, end & !1);
         }
         while known.len() > MAX_KNOWN
             && let Some((&first, _)) = known.first_key_value()
@@ -157,7 +158,7 @@ fn time_of(micros: i64) -> SystemTime {
 /// Returns microseconds since the Unix epoch, rounded down, and at most about 146,000 years from it: no difference
 /// overflows.
 fn micros_of(time: SystemTime) -> i64 {
-    const FURTHEST: u128 = 1 << 62;
+    const FURTHEST: u128 = (1 << 62) - 1;
     match time.duration_since(SystemTime::UNIX_EPOCH) {
         Ok(after) => after.as_micros().min(FURTHEST) as i64,
         Err(error) => {

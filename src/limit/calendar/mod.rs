@@ -165,8 +165,8 @@ impl Calendar {
     /// must touch, contain their instant, and last 1 second to 366 days. Otherwise the check of a store fails with an
     /// error that names the window, and nothing is granted.
     ///
-    /// The function must always return the same windows, in all instances. It is called for the windows around the time of
-    /// a check, once for each of them, and never under a lock. The name is part of the key instead of the unit, and two
+    /// The function must always return the same windows, in all instances. It is called for the window at the time of
+    /// a check, the one before and the one after, once for each of them, and never under a lock. The name is part of the key instead of the unit, and two
     /// calendars of one name are equal. There is no text form, so settings cannot name such a calendar. The period of the quota
     /// is not used, except in messages.
     ///
@@ -175,9 +175,10 @@ impl Calendar {
     /// use tower_redis_ratelimit::strategy::{Align, Calendar};
     /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
     ///
-    /// /// Four weeks each, from January 5, 2026.
+    /// /// Four weeks each, such as from January 5, 2026.
     /// let billing = Calendar::custom("billing", |now| {
-    ///     let first = SystemTime::UNIX_EPOCH + Duration::from_secs(1_767_571_200);
+    ///     // Long before the first contract.
+    ///     let first = SystemTime::UNIX_EPOCH + Duration::from_secs(1_555_200);
     ///     let period = Duration::from_secs(28 * 86_400);
     ///     let since = now.duration_since(first).unwrap_or_default();
     ///     let number = since.as_secs() / period.as_secs();

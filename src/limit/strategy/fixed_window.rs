@@ -131,9 +131,10 @@ impl Algorithm for State {
             } else if border - now > 2 * length {
                 // The clock has gone back.
                 return ([end, count, length], true);
-            } else if border < end && 2 * (border - start) > length {
-                // Saved, so that the wait of a denial is exact.
-                return ([end, count, length], true);
+            } else if border % 2 == 0 && border < end && 2 * (border - start) > length {
+                // Saved, so that the wait of a denial is exact. Ends of windows are even: a count is extended once, also
+                // under three calendars that extend each other's.
+                return ([end + 1, count, length], true);
             }
             return clean([border, count, length]);
         }

@@ -13,7 +13,7 @@ use tower_service::Service;
 
 use super::future::ThrottleFuture;
 use super::{Bounded, Unbounded};
-use crate::gate::{Notifier, Selector};
+use crate::gate::{Notifier, Selector, denial};
 use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
@@ -83,6 +83,12 @@ impl ThrottleSettings {
         let since = self.notifier.since();
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
         let take = Check::take(self.key, &policies, 1);
+        if policies.are_blocked() {
+            let denied = denial(&take, None, false);
+            let answer = Ok(denied.clone());
+            self.notifier.answered(&self.key, 1, since, &answer, false);
+            return Readiness::Refused(RateLimited::new(denied).into(), None);
+        }
         match self.wait_queues.join(&take, deadline, None) {
             Ok(turn) => Readiness::Waiting(turn, since),
             Err(refusal) => self.refused(refusal, since),

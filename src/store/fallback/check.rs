@@ -346,6 +346,10 @@ impl<P: Store, F: Store> Partition<P, F> {
             NonZeroU32::MIN => check.clone(),
             _ => check.clone().under(share_of(check.policies(), instances)),
         };
+        // Before the lock: this may call a function of the application.
+        if let Err(error) = self.fallback.backend().prepare(&share) {
+            return Answer::ready(Err(error));
+        }
         // Under the lock, no reply can warm the fallback between a grant and its record. A release grants nothing, and
         // wakes waiters.
         let is_locked = self.locks_while_it_decides() && check.mode() != Mode::Release;
@@ -463,7 +467,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         verdicts.at = now - verdicts.age;
         // A custom fallback may have decided on other policies than requested.
         for (verdict, whole) in verdicts.each.iter_mut().zip(check.policies()) {
-            if verdict.wait == Verdict::NEVER && check.cost() <= whole.quota().capacity() {
+            if verdict.wait == Verdict::NEVER && !whole.never_fits(check.cost()) {
                 verdict.wait = Breaker::LONGEST_DELAY.as_micros() as i64;
             }
         }

@@ -75,7 +75,7 @@ use super::{
 };
 use crate::background::TaskOwner;
 use crate::blocks::Blocks;
-use crate::limit::{Check, JointCheck, Key};
+use crate::limit::{Check, Decision, JointCheck, Key};
 use crate::observe::{event, shared_observer};
 use crate::util::{Clock, OnceFlag};
 
@@ -398,7 +398,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
             primary, fallback, ..
         } = &*self.partitions[0];
         // Both stores may be the application's, and owe more than their hooks know.
-        flush(self, None).await && primary.flush().await && fallback.flush().await
+        let is_flushed = flush(self, None).await;
+        let is_fallback_flushed = fallback.flush().await;
+        // An outage ends the flush of the primary store.
+        is_flushed && primary.flush().await && is_fallback_flushed
     }
 }
 
@@ -425,6 +428,14 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
 
     fn is_connecting(&self, key: &Key) -> bool {
         self.partitions[0].primary.backend().is_connecting(key)
+    }
+
+    fn remembered(&self, check: &Check) -> Option<Decision> {
+        let partition = self.partition(check.key());
+        if partition.breaker.is_open() {
+            return None;
+        }
+        partition.primary.backend().remembered(check)
     }
 
     fn deadline(&self) -> Option<Duration> {

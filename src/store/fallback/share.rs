@@ -26,9 +26,9 @@ pub(super) fn share_of(policies: &Policies, instances: NonZeroU32) -> Policies {
 
 /// Returns the share of one of `instances` instances. Together the shares grant no more than the policy, unless the limit or
 /// burst is below the number of instances: both are rounded down, but to at least 1. If the strategy refills gradually, the
-/// rate is divided exactly. A pause is the same for all instances.
+/// rate is divided exactly. A pause and a blocked policy are the same for all instances.
 fn part_of(policy: &Policy, instances: NonZeroU32) -> Policy {
-    if policy.is_pause() {
+    if policy.is_pause() || policy.is_blocked() {
         return policy.clone();
     }
     let quota = policy.quota();

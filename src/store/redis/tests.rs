@@ -1116,18 +1116,44 @@ async fn other_borders_never_give_two_windows() {
         (&utc, 97, false, 9),
         (&utc, 106, true, 14),
     ] {
-        let at = midnight + hours * HOUR;
+        // A count that is extended ends a microsecond later than the window.
+        let at = midnight + hours * HOUR + 2;
         now.store(at, Relaxed);
         let check = Check::take(Key::new("ann"), policies, 5);
         let in_redis = redis.check(check.clone()).await.unwrap();
         assert_eq!(in_redis, in_rust(&check, &mut states, at));
         let reset = in_redis.reset_after().as_micros() as i64;
         assert_eq!(
-            (in_redis.is_allowed(), reset),
+            (in_redis.is_allowed(), (reset + 2) & !1),
             (allowed, rest * HOUR),
             "{policies:?} at {hours}"
         );
     }
+}
+
+/// A count is extended once, so that a caller of three regions is not denied for ever.
+#[tokio::test]
+async fn three_calendars_do_not_extend_each_other() {
+    const HOUR: i64 = 3_600_000_000;
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(25, &server);
+    let calendars = ["day", "day, +08:00", "day, -08:00"]
+        .map(|calendar| plan(&format!("fixed-window({calendar})"), "5/d"));
+    let midnight = 20_000 * 24 * HOUR;
+    let mut states = [State::fresh(calendars[0][0].kind())];
+    let mut granted = 0;
+    for hour in 0..240 {
+        for policies in &calendars {
+            let at = midnight + hour * HOUR;
+            now.store(at, Relaxed);
+            let check = Check::take(Key::new("ann"), policies, 1);
+            let in_redis = redis.check(check.clone()).await.unwrap();
+            assert_eq!(in_redis, in_rust(&check, &mut states, at));
+            granted += in_redis.granted();
+        }
+    }
+    // Between a limit for each day and one for each day and a half.
+    assert!((6 * 5..=10 * 5).contains(&granted), "{granted}");
 }
 
 /// Customers move the first day of their month on any day. None of them gets more than the limit until the count has ended.

@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fastrand::Rng;
+use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Decision, DryRun, JointCheck, Mode, Outcome, Source};
 use tower_redis_ratelimit::extract::{Global, HeaderKey, MissingKey, key_fn};
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::policies_fn;
 use tower_redis_ratelimit::settle::{RequestCost, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{AnyStore, BoxStore, ErrorKind, Store};
@@ -656,4 +657,33 @@ async fn an_error_of_one_key_takes_nothing() {
             .is_err()
     );
     assert_eq!(remaining(&local, "ann", &lists[0]), 5);
+}
+
+/// A blocked list of one key denies all keys, without a check of the store.
+#[tokio::test]
+async fn a_blocked_key_denies_all() {
+    let local = LocalStore::default();
+    let (user, blocked) = (list("user", "10/h"), Policies::blocked());
+    let limiter = Limiter::new(local.clone(), user.clone());
+    let (ann, acme) = (Key::new("ann"), Key::new("acme"));
+    for parts in [
+        [(ann, &user), (acme, &blocked)],
+        [(ann, &blocked), (acme, &blocked)],
+    ] {
+        for cost in [0, 1] {
+            let denied = limiter.take_all(parts, cost).await.unwrap();
+            assert!(!denied.is_allowed() && denied.source() == Source::Blocked);
+            let reserved = limiter.reserve_all(parts, cost).await;
+            assert!(matches!(reserved, Err(ReserveError::Denied(_))));
+        }
+    }
+    for first in [user.clone(), blocked.clone()] {
+        let layer = RateLimitLayer::new(local.clone(), by_header("x-user"), first)
+            .and(by_header("x-org"), blocked.clone())
+            .on_error(OnError::Allow)
+            .cost(|_: &Parts| 0);
+        let service = limited(layer);
+        assert_eq!(send(&service, of("ann", "acme")).await.status(), 429);
+    }
+    assert_eq!(remaining(&local, "ann", &user), 10);
 }

@@ -982,8 +982,10 @@ async fn requests_without_a_route_are_suspected() {
 /// A service may make a layer for each of its customers.
 #[tokio::test]
 async fn many_layers_are_made_quickly() {
-    let (store, start) = (LocalStore::default(), Instant::now());
+    let store = LocalStore::default();
     let mut kept = vec![];
+    let mut start = Instant::now();
+    let mut times = vec![];
     for i in 0..16_000 {
         let quota = Quota::per_minute(i + 1);
         let policy = Policy::new("api", Strategy::SlidingLog, quota).unwrap();
@@ -992,10 +994,15 @@ async fn many_layers_are_made_quickly() {
                 .observer(())
                 .layer(()),
         );
+        if (i + 1) % 1_000 == 0 {
+            times.push(start.elapsed());
+            start = Instant::now();
+        }
     }
-    let took = start.elapsed();
-    println!("{took:?}");
-    assert!(took < Duration::from_secs(4), "{took:?}");
+    // The fastest of several, since the machine may be busy. A time that grows with the number of layers is 13 times longer.
+    let early = times[..4].iter().min().unwrap();
+    let late = times[12..].iter().min().unwrap();
+    assert!(*late < *early * 6, "{times:?}");
 }
 
 #[tokio::test]

@@ -213,7 +213,11 @@ async fn a_cluster_is_a_url() {
             (997, Source::Redis)
         );
     }
-    let instances: Vec<_> = (0..3).map(|_| lazy.announce().unwrap()).collect();
+    let stores = [(); 3].map(|()| RedisStore::connect_lazy(cluster.url().as_str()).unwrap());
+    let instances: Vec<_> = stores
+        .iter()
+        .map(|store| store.announce().unwrap())
+        .collect();
     crate::support::until("the instances see each other", async || {
         instances
             .iter()

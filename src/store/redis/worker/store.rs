@@ -28,12 +28,12 @@ use super::task::Worker;
 use crate::background::TaskOwner;
 use crate::blocks::Blocks;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, JointCheck, JointDecision, Key, Source, Verdict, Verdicts};
+use crate::limit::{Check, Decision, JointCheck, JointDecision, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
-use crate::store::joint::{JointReply, together};
+use crate::store::joint::{JointReply, remembered_denial, together};
 use crate::store::redis::link::{Login, PING_INTERVAL, Times, error_of};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, NodePool, Topology};
@@ -139,7 +139,7 @@ impl Store for RedisStore {
     }
 
     fn check_all(&self, joint: JointCheck) -> JointFuture {
-        if let Some(denied) = self.inner.joint_denial(&joint) {
+        if let Some(denied) = remembered_denial(self, &joint) {
             return JointFuture::ready(Ok(denied));
         }
         let topology = &self.inner.topology;
@@ -148,7 +148,11 @@ impl Store for RedisStore {
         if parts.any(|part| topology.partition(part.key()) != partition) {
             return together(self, joint);
         }
-        match self.inner.enqueue(joint.as_one(), partition) {
+        let check = joint.as_one();
+        if let Err(error) = check.prepare(|| self.inner.clock.micros_at(instant())) {
+            return JointFuture::ready(Err(error));
+        }
+        match self.inner.enqueue(check, partition) {
             Ok(future) => JointFuture::of(JointRedisFuture {
                 store: Arc::clone(&self.inner),
                 future,
@@ -220,6 +224,11 @@ impl Hooks for RedisStore {
     fn is_connecting(&self, key: &Key) -> bool {
         let partition = self.inner.topology.partition(key);
         self.inner.is_connecting(partition)
+    }
+
+    fn remembered(&self, check: &Check) -> Option<Decision> {
+        let verdicts = self.inner.denials.verdicts(check)?;
+        Some(check.clone().answer(verdicts, Source::Cached))
     }
 
     fn deadline(&self) -> Option<Duration> {
@@ -399,22 +408,6 @@ impl SharedStore {
             }
             Err(error) => Answer::ready(Err(error.not_sent())),
         }
-    }
-
-    /// Answers a check of several keys from the cached denials of each key.
-    fn joint_denial(&self, joint: &JointCheck) -> Option<JointDecision> {
-        if joint.id().is_some() {
-            return None;
-        }
-        let mut parts = Vec::with_capacity(joint.parts().len());
-        for part in joint.parts() {
-            let verdicts = self.denials.verdicts(part);
-            parts.push(verdicts.map(|verdicts| part.clone().answer(verdicts, Source::Cached)));
-        }
-        if parts.iter().all(Option::is_none) {
-            return None;
-        }
-        Some(joint.combine(parts))
     }
 
     /// Queues a check for its partition's node.
