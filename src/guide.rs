@@ -36,9 +36,11 @@
 //! [several]: crate::guide::recipes#several-limits-of-one-caller
 //! [sizing]: crate::guide::sizing
 //! [sockets]: crate::guide::recipes#websockets-few-at-a-time-and-few-messages
+//! [sold]: crate::guide::choosing#what-people-sell
 //! [start]: crate::guide::start
 //! [tokens]: crate::guide::recipes#tokens-of-a-language-model-and-few-answers-at-a-time
 //! [upgrades]: crate::guide::upgrades
+//! [usage]: crate::guide::recipes#a-page-of-a-callers-usage
 //! [waiting]: crate::guide::waiting
 //! [whole]: crate::guide::recipes#the-whole-service-and-each-caller
 #![doc = include_str!("../docs/README.md")]
@@ -172,6 +174,7 @@ pub mod runbook {}
 /// [pitfalls]: crate::guide::pitfalls#not-leased
 /// [short]: crate::guide::pitfalls#short-lease
 /// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
+/// [usage]: crate::guide::recipes#a-page-of-a-callers-usage
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}
@@ -186,10 +189,12 @@ pub mod migrating {}
 /// How to choose a strategy.
 ///
 /// [block]: crate::guide::recipes#a-block-after-repeated-denials
+/// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [joint]: crate::guide::keys#several-keys
 /// [memory]: crate::guide::sizing#memory
 /// [settling]: crate::guide::settling
 /// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
+/// [usage]: crate::guide::recipes#a-page-of-a-callers-usage
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}

@@ -758,8 +758,7 @@ impl<S: Store> Limiter<S> {
         let ops = self.in_flight.ops().clone();
         async move {
             // A store of your own may owe more than its hooks know.
-            let is_flushed = flush(&store, Some(&ops)).await;
-            store.flush().await && is_flushed
+            flush(&store, Some(&ops)).await && store.flush().await
         }
     }
 

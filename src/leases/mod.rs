@@ -204,8 +204,7 @@ impl<S: Store> Store for Leased<S> {
 
     async fn flush(&self) -> bool {
         // A store of the application may owe more than its hooks know.
-        let is_flushed = flush(self, None).await;
-        self.inner.store.flush().await && is_flushed
+        flush(self, None).await && self.inner.store.flush().await
     }
 }
 
