@@ -358,8 +358,8 @@ macro_rules! layer {
 
             /// Sets whether denials of a caller that [`block_after`](Self::block_after) has blocked extend the block: it then ends when
             /// the caller has sent nothing for its time. To spare Redis, a denial extends it only if 1 % of the time, and half a
-            /// second, have passed since it began or was extended, so it may end that much earlier. It does not
-            /// shorten a longer block by an operator. Defaults to `false`.
+            /// second, have passed since it began or was extended, so it may end that much earlier. It extends a
+            /// shorter block by an operator too, and does not shorten a longer one. Defaults to `false`.
             #[must_use]
             pub fn extend_blocks(self, extend: bool) -> Self {
                 self.change(|gate| gate.settings.extends_blocks = extend)
