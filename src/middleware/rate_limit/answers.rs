@@ -108,10 +108,11 @@ macro_rules! answers {
             /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
             /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).decision_in_request(false);
             /// let sees_decision = |request: Request<()>| async move {
-            ///     Ok::<_, std::io::Error>(Response::new(request.extensions().get::<Decision>().is_some()))
+            ///     let is_seen = request.extensions().get::<Decision>().is_some();
+            ///     Ok::<_, std::io::Error>(Response::new(is_seen.to_string()))
             /// };
             /// let response = layer.layer(service_fn(sees_decision)).oneshot(Request::new(())).await?;
-            /// assert!(!response.body());
+            /// assert_eq!(response.body(), "false");
             /// # Ok(())
             /// # }
             /// ```
