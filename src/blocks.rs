@@ -261,10 +261,6 @@ impl BlockEnds {
 
 impl UnsentChanges {
     fn add(&mut self, BlockChange { caller, kind }: BlockChange) {
-        let ends = matches!(kind, BlockChangeKind::End { .. });
-        if ends && self.0.len() >= MAX && !self.0.contains_key(&caller) {
-            return;
-        }
         let change = match kind {
             BlockChangeKind::End { was_known } => UnsentChange {
                 ends: Some(EndOfBlock { was_known }),
@@ -275,6 +271,10 @@ impl UnsentChanges {
                 block: Some(block),
             },
         };
+        // Only blocks have an order in which they are dropped.
+        if change.block.is_none() && self.0.len() >= MAX && !self.0.contains_key(&caller) {
+            return;
+        }
         self.0.entry(caller).or_default().merge(change);
         // An outage may last, and a flood of callers with it. Sorting once for `MAX` changes keeps the time of each short.
         if self.0.len() > 2 * MAX {

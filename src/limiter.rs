@@ -484,16 +484,11 @@ impl<S: Store> Limiter<S> {
         cost: u32,
     ) -> impl Future<Output = Result<Decision, StoreError>> + Send + 'static {
         let parts: SmallVec<[(Key, &Policies); JointCheck::MAX_KEYS]> = parts.into_iter().collect();
-        let sent = match blocked_take(&parts, cost) {
-            Some(take) => Err(self.decide(take)),
-            None => Ok(JointCheck::take(parts, cost).map(|joint| self.decide_all(joint))),
-        };
-        async move {
-            match sent {
-                Ok(decided) => Ok(decided?.await?.into_decision()),
-                Err(denied) => denied.await,
-            }
+        if let Some(take) = blocked_take(&parts, cost) {
+            return Either::Left(self.decide(take));
         }
+        let decided = JointCheck::take(parts, cost).map(|joint| self.decide_all(joint));
+        Either::Right(async move { Ok(decided?.await?.into_decision()) })
     }
 
     /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
@@ -974,7 +969,7 @@ impl Reported {
         } = self;
         if *is_exempt {
             notifier.uncounted(UncountedReason::Exempt, true);
-        } else if notifier.is_notified(answer) {
+        } else if notifier.is_notified(answer.as_ref()) {
             notifier.answered(key, *cost, *since, answer, false);
         }
     }

@@ -1,21 +1,10 @@
 //! The program of the README: any store, by a variable.
 
-use std::net::SocketAddr;
+mod serve;
 
-use axum::{Router, routing::get};
-use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::store::AnyStore;
-use tower_redis_ratelimit::{Policy, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let store = AnyStore::from_env("REDIS_URL")?;
-    let policy = Policy::new("api", Strategy::Gcra, "10/min")?;
-    let app = Router::new()
-        .route("/", get(|| async { "hello" }))
-        .layer(RateLimitLayer::new(store, PeerIp, policy))
-        .into_make_service_with_connect_info::<SocketAddr>();
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
-    axum::serve(listener, app).await?;
-    Ok(())
+    serve::serve(AnyStore::from_env("REDIS_URL")?).await
 }

@@ -8,8 +8,8 @@ use tokio::time::Instant;
 
 use super::shadows::Shadows;
 use super::{
-    Admission, Admitted, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnError,
-    OnMissingKey, Pending, PolicySelector, Refusal, Selector, denial,
+    Admission, Admitted, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnMissingKey,
+    Pending, PolicySelector, Refusal, Selector, denial,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::held_slots::JointSlots;
@@ -151,14 +151,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.deny_blocked(request, *key, policies, None);
         }
         match parts.each.as_slice() {
-            [] => {
-                let reason = match &parts.missing {
-                    Some(missing) => missing.reason(),
-                    None => UncountedReason::Exempt,
-                };
-                self.notifier.uncounted(reason, true);
-                self.uncounted(request, first_key)
-            }
+            [] => self.without_parts(request, &parts, first_key),
             // Only the first key is left: the plain path. The denials of another one are no strikes.
             [(key, policies)] if parts.has_first => {
                 self.admit_under(request, Ok(*key), Some(Cow::Borrowed(policies)))
@@ -168,6 +161,21 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 Err(error) => self.unjoinable(request, &parts, error),
             },
         }
+    }
+
+    /// Admits a request that has no policies for any of its keys.
+    fn without_parts(
+        &self,
+        request: &R,
+        parts: &JointParts,
+        first_key: Option<Key>,
+    ) -> Admission<S::Future> {
+        let reason = match &parts.missing {
+            Some(missing) => missing.reason(),
+            None => UncountedReason::Exempt,
+        };
+        self.notifier.uncounted(reason, true);
+        self.uncounted(request, first_key)
     }
 
     /// Returns the keys and the policies of a request.
@@ -278,13 +286,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let answer = Err(error.clone());
             self.notifier.answered(key, 0, None, &answer, false);
         }
-        match self.settings.on_error {
-            OnError::Reject => Admission::Decided(Err(Refusal::Unavailable(error))),
-            OnError::Allow => {
-                self.notifier.uncounted(UncountedReason::Failed, true);
-                self.uncounted(request, key)
-            }
+        if !self.settings.on_error.passes_undecided() {
+            return Admission::Decided(Err(Refusal::Unavailable(error)));
         }
+        self.notifier.uncounted(UncountedReason::Failed, true);
+        self.uncounted(request, key)
     }
 
     /// Admits or rejects by the decision on all keys, and notifies the observer.
@@ -315,7 +321,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 }
                 return Err(Refusal::Denied(denied.into_decision()));
             }
-            Err(error) if self.settings.on_error == OnError::Reject => {
+            Err(error) if !self.settings.on_error.passes_undecided() => {
                 return Err(Refusal::Unavailable(error));
             }
             Err(_) => {
@@ -359,18 +365,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 .answered(key, check.cost(), None, &Ok(denied), true);
             return self.uncounted(request, caller);
         }
+        let Some((first_key, _)) = parts.each.first() else {
+            return self.without_parts(request, &parts, caller);
+        };
         let mut grant = Grant::default();
         if self.settles() {
             grant.charge = Some(self.charge(None, None));
         }
-        let Some((first_key, _)) = parts.each.first() else {
-            let reason = match &parts.missing {
-                Some(missing) => missing.reason(),
-                None => UncountedReason::Exempt,
-            };
-            self.notifier.uncounted(reason, true);
-            return self.uncounted(request, caller);
-        };
         let id = self.id(request);
         let charge = grant.charge.as_ref();
         let mut shadows = Shadows::start(self, request, (*first_key, id), charge);

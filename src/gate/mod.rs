@@ -600,7 +600,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     /// Notifies the observer. By default there is only a log, which needs denials and errors.
     #[inline]
     fn report(&self, question: &Question, answer: &Result<Decision, StoreError>) {
-        if self.notifier.is_notified(answer) {
+        if self.notifier.is_notified(answer.as_ref()) {
             let Question {
                 key, cost, since, ..
             } = question;

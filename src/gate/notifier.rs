@@ -100,7 +100,7 @@ impl Notifier {
 
     /// Returns `true` if an observer or the log must be [notified](Self::answered) of this answer.
     #[inline]
-    pub(crate) fn is_notified(&self, answer: &Result<Decision, StoreError>) -> bool {
+    pub(crate) fn is_notified(&self, answer: Result<&Decision, &StoreError>) -> bool {
         self.observer.is_some() || !matches!(answer, Ok(decision) if decision.is_allowed())
     }
 
@@ -145,17 +145,16 @@ impl Notifier {
         answer: &Result<JointDecision, StoreError>,
         dry_run: bool,
     ) {
+        let whole = answer.as_ref().map(JointDecision::decision);
+        if !self.is_notified(whole) {
+            return;
+        }
         let key = match answer {
             Ok(decided) => decided.decider(joint),
             Err(_) => joint.first().key(),
         };
-        let whole = match answer {
-            Ok(decided) => Ok(decided.decision().clone()),
-            Err(error) => Err(error.clone()),
-        };
-        if self.is_notified(&whole) {
-            self.answered(key, joint.cost(), since, &whole, dry_run);
-        }
+        let whole = whole.cloned().map_err(StoreError::clone);
+        self.answered(key, joint.cost(), since, &whole, dry_run);
     }
 
     /// Reports that the store failed a check that no request waits for.

@@ -196,7 +196,7 @@ impl Reporter {
     ) -> Option<Decision> {
         question.pass_to_slot(&answer);
         let Question { cost, since, .. } = *question;
-        if self.notifier.is_notified(&answer) {
+        if self.notifier.is_notified(answer.as_ref()) {
             self.notifier
                 .answered(&self.key, cost, since, &answer, true);
         }

@@ -370,13 +370,13 @@ impl Joint {
     }
 
     /// Returns how the policies are divided among the callers, as a number that is 0 for no other division.
-    pub(crate) fn split(&self) -> u32 {
-        let mut split = 0;
+    pub(crate) fn division(&self) -> u32 {
+        let mut division = 0;
         for caller in &self.callers {
             // At most `Policies::MAX` for each of `JointCheck::MAX_KEYS` callers.
-            split = split << 8 | caller.policies.len() as u32;
+            division = division << 8 | caller.policies.len() as u32;
         }
-        split
+        division
     }
 
     /// Splits a check and its verdicts by key.

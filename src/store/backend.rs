@@ -99,7 +99,7 @@ pub(crate) trait Hooks {
     ///
     /// # Errors
     ///
-    /// That of the check.
+    /// Returns an error if a function has returned a wrong window.
     fn prepare(&self, _check: &Check) -> Result<(), StoreError> {
         Ok(())
     }

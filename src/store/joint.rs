@@ -163,8 +163,8 @@ pub(in crate::store) fn one_by_one<S: Store>(store: &S, joint: JointCheck) -> Jo
     })
 }
 
-/// Returns the denial that the store remembers of any of the keys. With an id, only after it is known that the request is
-/// none that was allowed before.
+/// Returns the denial by the keys whose denials the store has cached. A request with an id may be a repetition, which a
+/// denial must not answer.
 pub(in crate::store) fn remembered_denial<S: Store>(
     store: &S,
     joint: &JointCheck,

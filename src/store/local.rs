@@ -567,7 +567,7 @@ fn decide_all(
     places: &[CountPlace],
     now: i64,
 ) -> Verdicts {
-    // The same in all locked shards.
+    // All locked shards have one clock.
     let ahead = shards.first().map_or(0, |shard| shard.ahead);
     let mut found = SmallVec::<[Option<usize>; 4]>::new();
     let mut states = SmallVec::<[State; 4]>::new();

@@ -159,7 +159,7 @@ pin_project! {
     }
 }
 
-/// What the caller of a service gets.
+/// The result of a call of the service.
 type ServiceResult<T, P, Req> =
     Result<<T as Service<Req>>::Response, <P as Protocol<Req>>::Error<<T as Service<Req>>::Error>>;
 

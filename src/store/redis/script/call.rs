@@ -68,7 +68,7 @@ pub(super) struct PlanKey {
     /// The cost that a repetition is granted, if the check only records an id.
     recorded: Option<u32>,
     /// How the policies are divided among several callers: 0 for one caller.
-    split: u32,
+    division: u32,
 }
 
 /// Checks of one caller under one plan, repeated `times`.
@@ -99,7 +99,7 @@ impl PlanKey {
                 Some(Extra::Recorded(_, granted)) => Some(*granted),
                 _ => None,
             },
-            split: check.joint().map_or(0, Joint::split),
+            division: check.joint().map_or(0, Joint::division),
         }
     }
 }

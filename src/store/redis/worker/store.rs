@@ -139,14 +139,14 @@ impl Store for RedisStore {
     }
 
     fn check_all(&self, joint: JointCheck) -> JointFuture {
-        if let Some(denied) = remembered_denial(self, &joint) {
-            return JointFuture::ready(Ok(denied));
-        }
         let topology = &self.inner.topology;
         let partition = topology.partition(joint.first().key());
         let mut parts = joint.parts().iter();
         if parts.any(|part| topology.partition(part.key()) != partition) {
             return together(self, joint);
+        }
+        if let Some(denied) = remembered_denial(self, &joint) {
+            return JointFuture::ready(Ok(denied));
         }
         let check = joint.as_one();
         if let Err(error) = check.prepare(|| self.inner.clock.micros_at(instant())) {
