@@ -121,7 +121,7 @@ impl Observer for DefaultObserver {
         }
     }
 
-    fn still_degraded(&self, event: &event::StillDegraded) {
+    fn still_degraded(&self, event: &event::StillDegraded<'_>) {
         if let Some(log) = shared_log() {
             log.still_degraded(event);
         }

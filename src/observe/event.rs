@@ -227,22 +227,26 @@ impl RuntimeLate {
 /// The fallback of a [`Fallback`](crate::Fallback) still decides, a minute after the previous report.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct StillDegraded {
+pub struct StillDegraded<'a> {
     /// The duration of the outage until now.
     pub after: Duration,
     /// The checks that the fallback has decided in the outage.
     pub checks: u64,
     /// As in [`Degraded`].
     pub share: NonZeroU32,
+    /// Why the last probe failed. It may differ from the error that began the outage. `None` if the primary store
+    /// replies, and the fallback's grants are being charged to it.
+    pub error: Option<&'a StoreError>,
 }
 
-impl StillDegraded {
-    /// Creates an event.
+impl StillDegraded<'_> {
+    /// Creates an event without an error.
     pub const fn new(after: Duration, checks: u64, share: NonZeroU32) -> Self {
         Self {
             after,
             checks,
             share,
+            error: None,
         }
     }
 }

@@ -102,7 +102,7 @@ pub trait Observer: Send + Sync + 'static {
     }
 
     /// The fallback still decides: once a minute of an outage, from the second minute on.
-    fn still_degraded(&self, event: &event::StillDegraded) {
+    fn still_degraded(&self, event: &event::StillDegraded<'_>) {
         let _ = event;
     }
 
@@ -174,7 +174,7 @@ macro_rules! forward {
             $($observer.degraded(event);)+
         }
 
-        fn still_degraded(&$self, event: &event::StillDegraded) {
+        fn still_degraded(&$self, event: &event::StillDegraded<'_>) {
             $($observer.still_degraded(event);)+
         }
 

@@ -276,12 +276,14 @@ impl Observer for TracingObserver {
             after,
             checks,
             share,
-        }: &event::StillDegraded,
+            error,
+        }: &event::StillDegraded<'_>,
     ) {
         warn!(
             ?after,
             checks,
             share,
+            error = error.map(|error| error as &dyn StdError),
             "shared store still unavailable: no request fails, each is decided locally \
              (https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded)"
         );

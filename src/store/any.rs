@@ -11,8 +11,8 @@ use super::fallback::problem_of_deadline;
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, BoxStore, BoxStoreFuture, Fallback, FallbackFuture, Health, Instances,
-    JointFuture, LocalStore, RedisFuture, RedisStore, RedisStoreBuilder, Share, ShareConfig, Store,
-    StoreConfig, StoreKind, Withdraw,
+    JointFuture, LocalStore, RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share,
+    ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Decision, JointCheck};
@@ -29,6 +29,9 @@ use crate::observe::{Observer, shared_observer};
 /// # let _ = store;
 /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
 /// ```
+///
+/// The URL may have a prefix for the keys, and the share of each instance in an outage:
+/// `redis://127.0.0.1/?prefix=shop&share=alive`; see [`Servers`].
 ///
 /// From settings, for example of a file: see [`StoreConfig`]. And from another store:
 ///
@@ -86,9 +89,15 @@ impl AnyStore {
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
         Ok(match (config.kind, &config.url) {
             (StoreKind::Local, _) | (StoreKind::Auto, None) => Self::Local(local(config)),
-            (StoreKind::Redis, Some(url)) => Self::Redis(redis(config, url)?.connect_lazy()?),
-            (StoreKind::Auto | StoreKind::Fallback, Some(url)) => {
-                Self::Fallback(fallback(config, redis(config, url)?.connect_lazy()?)?)
+            (kind @ (StoreKind::Redis | StoreKind::Auto | StoreKind::Fallback), Some(url)) => {
+                let mut servers = Servers::from(url);
+                let share = servers.take_share().unwrap_or(config.share);
+                let redis = redis(config, servers)?.connect_lazy()?;
+                if kind == StoreKind::Redis {
+                    Self::Redis(redis)
+                } else {
+                    Self::Fallback(fallback(config, redis, share)?)
+                }
             }
             (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
                 return Err(wrong_url(format_args!(
@@ -145,8 +154,7 @@ impl AnyStore {
     ///
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let mut config = StoreConfig::from_env("REDIS_URL")?;
-    /// config.share = ShareConfig::Alive;
+    /// let config = StoreConfig::from_env("REDIS_URL")?.share(ShareConfig::Alive);
     /// let store = AnyStore::from_config(&config)?;
     /// let instances = store.instances();
     /// let store = Leased::builder(store).share(instances).build();
@@ -162,8 +170,11 @@ impl AnyStore {
     }
 }
 
-pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder, ConfigError> {
-    let mut builder = RedisStore::builder(url).settings(config.into());
+pub(super) fn redis(
+    config: &StoreConfig,
+    servers: impl Into<Servers>,
+) -> Result<RedisStoreBuilder, ConfigError> {
+    let mut builder = RedisStore::builder(servers).settings(config.into());
     if let Some(path) = &config.password_file {
         builder = builder.password_file(path);
     }
@@ -176,11 +187,12 @@ pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder
 pub(super) fn fallback(
     config: &StoreConfig,
     redis: RedisStore,
+    share: ShareConfig,
 ) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
     if let Some(problem) = problem_of_deadline(config.deadline, config.timeout) {
         return Err(ConfigError::new(problem).into());
     }
-    let share = match config.share {
+    let share = match share {
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
         ShareConfig::Alive => Share::Alive(redis.announce()?),
     };

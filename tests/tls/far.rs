@@ -91,6 +91,12 @@ impl Observer for Texts {
     fn failed(&self, event: &event::Failed<'_>) {
         self.0.lock().unwrap().push(event.error.to_string());
     }
+
+    fn still_degraded(&self, event: &event::StillDegraded<'_>) {
+        if let Some(error) = event.error {
+            self.0.lock().unwrap().push(error.to_string());
+        }
+    }
 }
 
 impl Texts {
@@ -121,7 +127,13 @@ async fn connected(distance: Distance, store: &Fallback<RedisStore, LocalStore>,
         for _ in 0..3 {
             decided += by_redis(store, 1).await;
         }
-        decided == 3 || !distance.decides_one() && texts.name_the_deadline()
+        if decided == 3 || distance.decides_one() {
+            return decided == 3;
+        }
+        // Time to connect, and then for the report of an outage that continues.
+        sleep(Duration::from_secs(3)).await;
+        advance(60).await;
+        texts.name_the_deadline()
     })
     .await;
 }

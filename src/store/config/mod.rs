@@ -274,7 +274,8 @@ settings! {
         deadline: Duration = Both::DEFAULT_DEADLINE;
         /// See [`FallbackBuilder::failures`](crate::store::FallbackBuilder::failures). Defaults to 3.
         failures: NonZeroU32 = Both::DEFAULT_FAILURES;
-        /// See [`FallbackBuilder::share`](crate::store::FallbackBuilder::share). Defaults to 1.
+        /// See [`FallbackBuilder::share`](crate::store::FallbackBuilder::share); a share in the URL takes precedence.
+        /// Defaults to 1.
         share: ShareConfig = ShareConfig::Fixed(NonZeroU32::MIN);
         /// Number of keys that a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
         local_keys: NonZeroUsize = LocalStore::DEFAULT_KEYS;

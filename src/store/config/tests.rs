@@ -71,7 +71,7 @@ fn defaults_are_those_of_the_stores() {
     let store = || builder().connect_lazy().unwrap();
     let expected = Fallback::new(store(), LocalStore::default());
     assert_eq!(
-        settings(&fallback(&config, store()).unwrap()),
+        settings(&fallback(&config, store(), config.share).unwrap()),
         settings(&expected)
     );
     assert_eq!(config.local_keys, LocalStore::DEFAULT_KEYS);
@@ -102,7 +102,7 @@ fn every_setting_reaches_its_store() {
         .share(Share::Fixed(NonZeroU32::new(8).unwrap()))
         .build();
     assert_eq!(
-        settings(&fallback(&config, store()).unwrap()),
+        settings(&fallback(&config, store(), config.share).unwrap()),
         settings(&expected)
     );
 }
@@ -268,6 +268,14 @@ async fn live_instances_can_share() {
         panic!("no fallback")
     };
     assert!(settings(&store).contains("Instances(1 alive)"), "{store:?}");
+
+    let named = StoreConfig::default().url(format!("{URL}?share=alive"));
+    let AnyStore::Fallback(store) = AnyStore::from_config(&named).unwrap() else {
+        panic!("no fallback")
+    };
+    assert!(settings(&store).contains("Instances(1 alive)"), "{store:?}");
+    let shared = AnyStore::from_config(&named.kind(StoreKind::Redis)).unwrap();
+    assert!(matches!(shared, AnyStore::Redis(_)), "{shared:?}");
 }
 
 #[test]

@@ -56,7 +56,6 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
         let Some(alive) = partition.upgrade() else {
             break;
         };
-        alive.report_outage();
         // User code may panic.
         let well = AssertUnwindSafe(alive.attempt()).catch_unwind().await;
         attempts = if well.is_ok_and(|well| well) {
@@ -98,7 +97,9 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// too. Otherwise the primary store would grant again what the instances have already granted. Returns `false` if the
     /// primary store fails again.
     async fn recover(&self) -> bool {
-        if self.ping().await.is_err() {
+        let pinged = self.ping().await;
+        self.report_outage(pinged.as_ref().err());
+        if pinged.is_err() {
             if self.accounts.is_full() {
                 self.sweep().await;
             }
@@ -296,12 +297,14 @@ impl<P: Store, F: Store> Partition<P, F> {
         true
     }
 
-    /// Notifies the observer once a minute of an outage that continues.
-    fn report_outage(&self) {
+    /// Notifies the observer once a minute of an outage that continues, and why the last probe failed.
+    fn report_outage(&self, error: Option<&StoreError>) {
         if let Some((after, checks)) = self.outage.due(self.clock.micros()) {
             self.observe(|observer| {
                 let share = self.settings.share.instances();
-                observer.still_degraded(&event::StillDegraded::new(after, checks, share));
+                let mut degraded = event::StillDegraded::new(after, checks, share);
+                degraded.error = error;
+                observer.still_degraded(&degraded);
             });
         }
     }

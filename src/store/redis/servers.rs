@@ -8,6 +8,7 @@ use super::credentials::CredentialSource;
 use super::link::no_tls;
 use super::topology::{CredentialSources, NamedServers};
 use crate::error::ConfigError;
+use crate::store::config::ShareConfig;
 
 /// The addresses of Redis: a single server, the master that sentinels report, or a cluster. Created
 /// from a URL.
@@ -21,8 +22,9 @@ use crate::error::ConfigError;
 /// In a user or password, write `/` as `%2F`, `?` as `%3F`, `#` as `%23` and `@` as `%40`.
 ///
 /// Each may end with `?prefix=shop`: the [prefix](crate::store::RedisStoreBuilder::prefix) of the
-/// store, which overrides the program's setting. If sentinels require a user and a password too,
-/// add `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`,
+/// store, which overrides the program's setting. The URL of an [`AnyStore`](crate::store::AnyStore) may end with
+/// `?share=alive` or `?share=4`, which overrides its [share](crate::store::StoreConfig::share). If sentinels require a user
+/// and a password too, add `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`,
 /// `rediss+cluster://` and `rediss+sentinel://` use TLS.
 ///
 /// A file may have the password, with the user before the host: `?password_file=/run/secrets/redis`, and for sentinels
@@ -51,6 +53,8 @@ pub struct Servers {
     kind: Result<NamedServers, ConfigError>,
     /// The prefix in the URL.
     prefix: Option<String>,
+    /// The share in the URL.
+    share: Option<ShareConfig>,
     /// The sources of credentials that change.
     pub(super) credentials: CredentialSources,
 }
@@ -86,6 +90,7 @@ impl Servers {
         Self {
             kind,
             prefix: None,
+            share: None,
             credentials: CredentialSources::default(),
         }
     }
@@ -109,8 +114,18 @@ impl Servers {
         self.prefix.take()
     }
 
+    /// Takes the share in the URL, which only a store with a fallback has.
+    pub(in crate::store) fn take_share(&mut self) -> Option<ShareConfig> {
+        self.share.take()
+    }
+
     pub(super) fn into_kind(self) -> Result<NamedServers, ConfigError> {
         let mut kind = self.kind?;
+        if self.share.is_some() {
+            return wrong(
+                "its parameter `share` is for a store with a fallback: create an `AnyStore`, or set `FallbackBuilder::share`",
+            );
+        }
         if kind.all().into_iter().any(|server| is_insecure(server)) {
             return Err(insecure());
         }
@@ -139,6 +154,10 @@ impl Servers {
             let (name, value) = cut(pair, "=");
             match name {
                 "prefix" => servers.prefix = Some(value.to_owned()),
+                "share" => match value.parse() {
+                    Ok(share) => servers.share = Some(share),
+                    Err(_) => servers.kind = wrong(WRONG_SHARE),
+                },
                 "password_file" => {
                     servers.credentials.servers = Some(CredentialSource::File(value.into()));
                 }
@@ -151,6 +170,10 @@ impl Servers {
         servers
     }
 }
+
+/// Omits the value, which may be a part of a password.
+const WRONG_SHARE: &str =
+    "its parameter `share` is wrong: use a number of instances such as `4`, or `alive`";
 
 /// Returns the settings of these servers, or the first error.
 fn all(
@@ -170,13 +193,14 @@ fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
         (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster") => {
             let nodes = nodes(scheme, rest)?;
             let kind = cluster(read_all(&nodes)?)?;
-            check_parameters(url, &["prefix", "protocol", "password_file"])?;
+            check_parameters(url, &["prefix", "share", "protocol", "password_file"])?;
             Ok(kind)
         }
         (scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel") => {
             let kind = sentinel_of_url(scheme, rest)?;
             let known = [
                 "prefix",
+                "share",
                 "protocol",
                 "password_file",
                 "sentinel_user",
@@ -190,10 +214,18 @@ fn kind_of_url(url: &str) -> Result<NamedServers, ConfigError> {
             check_scheme(url)?;
             let server = read(url)?;
             if is_unix(&server) {
-                let known = ["db", "user", "pass", "prefix", "protocol", "password_file"];
+                let known = [
+                    "db",
+                    "user",
+                    "pass",
+                    "prefix",
+                    "share",
+                    "protocol",
+                    "password_file",
+                ];
                 check_parameters(url, &known)?;
             } else {
-                check_parameters(url, &["prefix", "protocol", "password_file"])?;
+                check_parameters(url, &["prefix", "share", "protocol", "password_file"])?;
             }
             Ok(NamedServers::Server(Box::new(server)))
         }
@@ -709,10 +741,38 @@ mod tests {
         }
     }
 
+    #[test]
+    fn every_url_may_name_a_share() {
+        for url in [
+            "redis://a:1/0?protocol=resp3",
+            "redis+unix:///tmp/redis?db=3",
+            "redis+cluster://user:password@a:1,b:2?prefix=shop",
+            "redis+sentinel://a:1,b:2/mymaster/3?sentinel_password=x",
+        ] {
+            let mut servers = Servers::from(format!("{url}&share=alive"));
+            assert_eq!(servers.take_share(), Some(ShareConfig::Alive), "{url}");
+            assert!(servers.into_kind().is_ok(), "{url}");
+        }
+        for (share, problem) in [
+            (
+                "4",
+                "its parameter `share` is for a store with a fallback: create an `AnyStore`",
+            ),
+            ("0", WRONG_SHARE),
+            ("all", WRONG_SHARE),
+        ] {
+            let error = Servers::from(format!("redis://a?share={share}")).into_kind();
+            let error = error.map(drop).unwrap_err().to_string();
+            assert!(error.contains(problem), "{share}: {error}");
+        }
+    }
+
     /// An unescaped `?` in a password.
     #[test]
     fn a_part_of_a_password_is_no_prefix() {
         for url in [
+            "redis://user:6379?share=hunter2@host/",
+            "redis://user:1?share=hunter2!&x@host",
             "redis://user:6379?prefix=hunter2@host/",
             "redis+cluster://user:1?prefix=hunter2@host",
             "redis://user:1?prefix=hunter2!&x@host",

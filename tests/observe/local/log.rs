@@ -170,11 +170,9 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
         observer.degraded(&degraded);
         degraded.share = NonZeroU32::new(4).unwrap();
         observer.degraded(&degraded);
-        observer.still_degraded(&event::StillDegraded::new(
-            Duration::from_secs(60),
-            950,
-            degraded.share,
-        ));
+        let mut still = event::StillDegraded::new(Duration::from_secs(60), 950, degraded.share);
+        still.error = Some(&timeout);
+        observer.still_degraded(&still);
         let mut recovered = event::Recovered::new(Duration::from_secs(63));
         recovered.checks = 999;
         recovered.granted = 12;
@@ -199,7 +197,7 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
          whole limit kind",
         "WARN shared store unavailable, enforcing rate limits locally kind",
         "WARN shared store still unavailable: no request fails, each is decided locally (https://docs.rs/tower-redis-ratelimit/\
-         latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded) after=60s checks=950 share=4",
+         latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded) after=60s checks=950 share=4 error=",
         "INFO shared store recovered after=63s checks=999 granted=12 charged=7 dropped=1",
         "charged=7 dropped=1",
     ]) {

@@ -7,13 +7,17 @@ use super::*;
 /// Records the reports of outages.
 #[derive(Clone, Default)]
 struct Reports {
-    still: Arc<Mutex<Vec<event::StillDegraded>>>,
+    still: Arc<Mutex<Vec<event::StillDegraded<'static>>>>,
+    /// Why the last probe before each of them failed.
+    errors: Arc<Mutex<Vec<ErrorKind>>>,
     recovered: Arc<Mutex<Vec<event::Recovered>>>,
 }
 
 impl Observer for Reports {
-    fn still_degraded(&self, event: &event::StillDegraded) {
-        lock(&self.still).push(*event);
+    fn still_degraded(&self, event: &event::StillDegraded<'_>) {
+        let still = event::StillDegraded::new(event.after, event.checks, event.share);
+        lock(&self.still).push(still);
+        lock(&self.errors).extend(event.error.map(StoreError::kind));
     }
 
     fn recovered(&self, event: &event::Recovered) {
@@ -45,13 +49,19 @@ async fn a_long_outage_is_reported_each_minute() {
     let before = first.checks - 7;
     assert!((1..=3).contains(&before), "{first:?}");
 
+    // The reason may change.
+    primary.set(Manner::Each(|| StoreError::new(ErrorKind::Authentication)));
     // The runtime pauses for ten minutes, which is one report of the whole time.
     advance(Duration::from_secs(600)).await;
     sleep(Duration::from_secs(1)).await;
-    let minutes = |still: &event::StillDegraded| still.after.as_secs() / 60;
+    let minutes = |still: &event::StillDegraded<'_>| still.after.as_secs() / 60;
     assert_eq!(
         lock(&reports.still).iter().map(minutes).collect::<Vec<_>>(),
         [1, 11]
+    );
+    assert_eq!(
+        *lock(&reports.errors),
+        [ErrorKind::Unreachable, ErrorKind::Authentication]
     );
 
     primary.set(Manner::AtOnce);
