@@ -79,25 +79,16 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     /// [`OnMissingKey`](crate::reject::OnMissingKey) decides whether the request passes.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 
-    /// Like [`extract`](Self::extract), for a layer, whose observer is notified of mistakes.
+    /// Notifies a layer of the mistakes that one of its first requests shows.
     #[doc(hidden)]
-    #[inline]
-    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
-        let _ = layer;
-        self.extract(request)
+    fn examine(&self, request: &R, layer: &Notifier) {
+        let _ = (request, layer);
     }
 
     /// Returns the forms of the keys that this extractor makes.
     #[doc(hidden)]
     fn forms(&self) -> KeyForms {
         KeyForms::ANY
-    }
-
-    /// Returns whether the request has a route. `None` if the extractor does not count by routes.
-    #[doc(hidden)]
-    fn has_route(&self, request: &R) -> Option<bool> {
-        let _ = request;
-        None
     }
 
     /// Receives the observer of a layer, to notify it of a [second key](Observer::second_key). An extractor that has an
@@ -138,14 +129,9 @@ pub struct Or<A, B> {
     misses: Arc<Misses>,
 }
 
-impl<A, B> Or<A, B> {
-    /// Returns the first key, or else the second one.
-    fn find(
-        &self,
-        first: Result<Key, MissingKey>,
-        second: impl FnOnce() -> Result<Key, MissingKey>,
-    ) -> Result<Key, MissingKey> {
-        let missing = match first {
+impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+        let missing = match self.first.extract(request) {
             Err(missing) if missing.may_have_another() => missing,
             // Also a malformed key: otherwise a client could choose the extractor by such a value.
             found => {
@@ -158,22 +144,19 @@ impl<A, B> Or<A, B> {
             Some(of_type) => self.misses.missed(|| always_second(of_type)),
             None => self.misses.found(),
         }
-        let second = second();
+        let second = self.second.extract(request);
         if let (Ok(key), Some(observer)) = (&second, self.misses.observer()) {
             observer.second_key(&event::SecondKey::new(key));
         }
         second
     }
-}
 
-impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
-    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        self.find(self.first.extract(request), || self.second.extract(request))
-    }
-
-    fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
-        let first = self.first.extract_for(request, layer);
-        self.find(first, || self.second.extract_for(request, layer))
+    fn examine(&self, request: &R, layer: &Notifier) {
+        self.first.examine(request, layer);
+        let first = self.first.extract(request);
+        if first.is_err_and(|missing| missing.may_have_another()) {
+            self.second.examine(request, layer);
+        }
     }
 
     fn forms(&self) -> KeyForms {
@@ -261,16 +244,12 @@ macro_rules! forward {
             (**self).extract(request)
         }
 
-        fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
-            (**self).extract_for(request, layer)
+        fn examine(&self, request: &R, layer: &Notifier) {
+            (**self).examine(request, layer);
         }
 
         fn forms(&self) -> KeyForms {
             (**self).forms()
-        }
-
-        fn has_route(&self, request: &R) -> Option<bool> {
-            (**self).has_route(request)
         }
 
         fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -310,19 +289,14 @@ macro_rules! tuples {
                 Ok(Key::tuple(&[$($part.extract(request)?),+]))
             }
 
-            fn extract_for(&self, request: &R, layer: &Notifier) -> Result<Key, MissingKey> {
+            fn examine(&self, request: &R, layer: &Notifier) {
                 let ($($part,)+) = self;
-                Ok(Key::tuple(&[$($part.extract_for(request, layer)?),+]))
+                $($part.examine(request, layer);)+
             }
 
             /// A long tuple, or one of tuples, is hashed.
             fn forms(&self) -> KeyForms {
                 KeyForms::TUPLE.and(KeyForms::HASH)
-            }
-
-            fn has_route(&self, request: &R) -> Option<bool> {
-                let ($($part,)+) = self;
-                None$(.or_else(|| $part.has_route(request)))+
             }
 
             fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -193,7 +193,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.add_part(&mut parts, first, selected)?;
         parts.has_first = !parts.each.is_empty();
         for other in &self.others {
-            let key = other.extractor.extract_for(request, &self.notifier);
+            let key = other.extractor.extract(request);
             let selected = other.policies.find(request, key.as_ref().ok());
             self.add_part(&mut parts, key, selected)?;
         }

@@ -280,7 +280,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.examines_requests() {
             self.examine(extractor, request);
         }
-        let extracted = extractor.extract_for(request, &self.notifier);
+        let extracted = extractor.extract(request);
         match self.settings.enforcement {
             Enforcement::Plain => {}
             Enforcement::SeveralKeys => {
@@ -387,10 +387,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Looks for mistakes in the order of layers, and in the keys of callers, that the first requests show.
+    /// Looks for the mistakes that one of the first requests shows: in the order of layers, the trusted proxies, and the
+    /// keys of callers.
     #[cold]
     fn examine(&self, extractor: &impl KeyExtractor<R>, request: &R) {
-        if self.notifier.compares_callers() {
+        if self.notifier.examined() {
             let forms = extractor.forms();
             if let Some(caller) = self.policies.caller_without(forms) {
                 self.notifier.impossible_caller(&caller, forms);
@@ -402,7 +403,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 }
             }
         }
-        self.notifier.has_route(extractor.has_route(request));
+        extractor.examine(request, &self.notifier);
+        for other in &self.others {
+            other.extractor().examine(request, &self.notifier);
+        }
     }
 
     /// Returns the policies that this layer can count: all, unless it does not see requests end.

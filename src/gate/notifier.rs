@@ -1,4 +1,5 @@
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -39,8 +40,8 @@ struct Misconfiguration {
     sent_leased: OnceFlag,
     /// A cost above the burst: clients may choose the cost.
     never_passes: OnceFlag,
-    /// The first request, with which the callers of the policies are compared with the extractor.
-    compared_callers: OnceFlag,
+    /// The number of requests that were examined.
+    examined: AtomicU32,
     /// A status of success for a denial: every denial gets it.
     denied_with_success: OnceFlag,
     /// A call without a permit: every call may lack it.
@@ -298,12 +299,6 @@ impl Notifier {
         }
     }
 
-    /// Returns `true` until a proxy was reported that the extractor does not trust.
-    #[inline]
-    pub(crate) fn notices_proxies(&self) -> bool {
-        !self.misconfiguration.unknown_proxy.is_claimed()
-    }
-
     /// Reports, once, a proxy that the extractor does not trust: all of its clients share one count.
     #[cold]
     pub(crate) fn unknown_proxy(&self, problem: impl FnOnce() -> String) {
@@ -312,14 +307,7 @@ impl Notifier {
         }
     }
 
-    /// Returns `true` for the first requests: until one is not [forwarded](Self::forwarded).
-    #[inline]
-    pub(crate) fn examines_peers(&self) -> bool {
-        self.misconfiguration.forwarded.is_open()
-    }
-
-    /// Ends the examination of peers: this one is a client, or a trusted proxy.
-    #[inline]
+    /// Ends the count of [forwarded](Self::forwarded) requests: this one is of a client, or of a trusted proxy.
     pub(crate) fn not_forwarded(&self) {
         self.misconfiguration.forwarded.found();
     }
@@ -329,11 +317,6 @@ impl Notifier {
     #[cold]
     pub(crate) fn forwarded(&self, problem: impl FnOnce() -> String) {
         self.misconfiguration.forwarded.missed(problem);
-    }
-
-    /// Returns `true` until a header was reported that does not fit the trusted proxies.
-    pub(crate) fn examines_proxy_header(&self) -> bool {
-        !self.misconfiguration.proxy_header.is_claimed()
     }
 
     /// Reports, once, a header that does not fit the trusted proxies. A client may cause it, so it is only suspected.
@@ -352,9 +335,15 @@ impl Notifier {
         }
     }
 
-    /// Returns `true` once, for the first request.
-    pub(super) fn compares_callers(&self) -> bool {
-        self.misconfiguration.compared_callers.claim()
+    /// Returns `true` for the first requests of the layer, which are examined for mistakes.
+    #[inline]
+    pub(super) fn examines_requests(&self) -> bool {
+        self.misconfiguration.examined.load(Relaxed) < Misses::REPORT_AT
+    }
+
+    /// Counts an examined request. Returns `true` for the first one.
+    pub(super) fn examined(&self) -> bool {
+        self.misconfiguration.examined.fetch_add(1, Relaxed) == 0
     }
 
     /// Reports callers whose key an extractor cannot make.
@@ -366,25 +355,20 @@ impl Notifier {
         ));
     }
 
-    /// Returns `true` for the first requests: until one has shown what [`has_route`](Self::has_route) looks for.
-    #[inline]
-    pub(super) fn examines_requests(&self) -> bool {
-        self.misconfiguration.routes.is_open()
-    }
-
-    /// Reports, once, if none of the first requests had a route. `None` if the extractor does not count by routes.
-    pub(super) fn has_route(&self, has_route: Option<bool>) {
+    /// Reports, once, if none of the first requests had a route.
+    #[cfg_attr(not(feature = "axum"), allow(dead_code, reason = "routes are axum's"))]
+    pub(crate) fn has_route(&self, has_route: bool) {
         let routes = &self.misconfiguration.routes;
-        match has_route {
-            Some(true) | None => routes.found(),
-            Some(false) => routes.missed(|| {
-                format!(
-                    "none of the first {} requests matched a route, and all of them shared one key: add the layer to the `Router`, to \
-                     a nested one or to a route, instead of wrapping the `Router` in it{NO_ROUTE}",
-                    Misses::REPORT_AT
-                )
-            }),
+        if has_route {
+            return routes.found();
         }
+        routes.missed(|| {
+            format!(
+                "none of the first {} requests matched a route, and all of them shared one key: add the layer to the `Router`, to \
+                 a nested one or to a route, instead of wrapping the `Router` in it{NO_ROUTE}",
+                Misses::REPORT_AT
+            )
+        });
     }
 
     /// Reports, once, if another layer or limiter over the same store counts by these policies with another

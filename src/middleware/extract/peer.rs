@@ -17,8 +17,9 @@ use crate::observe::mistakes::{NO_PEER_ADDRESS, PROXY_HEADER, UNKNOWN_PROXY};
 /// The address is that of the nearest peer: behind a load balancer it is the balancer's, and all
 /// clients are counted together. No header is read: use [`ClientIp`](crate::extract::ClientIp) for
 /// the header that your proxies write. Its [`peer()`](crate::extract::ClientIp::peer) counts the
-/// same way, with a configurable IPv6 prefix. The first request with `X-Forwarded-For` or `Forwarded` from a peer with a
-/// private, link-local or shared address is reported as [misconfigured](crate::observe::Observer::misconfigured).
+/// same way, with a configurable IPv6 prefix. If one of a layer's first 1,000 requests has `X-Forwarded-For` or `Forwarded` and
+/// comes from a private, link-local or shared address, that is reported as
+/// [misconfigured](crate::observe::Observer::misconfigured).
 ///
 /// The address is read from the request's extensions. The first of these that is present is used:
 /// 1. an [`IpAddr`], which your application may insert to override the server,
@@ -56,12 +57,11 @@ impl KeyExtractor for PeerIp {
         Peer::of(request, |peer| peer).key(64)
     }
 
-    fn extract_for(&self, request: &Parts, layer: &Notifier) -> Result<Key, MissingKey> {
-        let peer = Peer::of(request, |peer| {
+    fn examine(&self, request: &Parts, layer: &Notifier) {
+        Peer::of(request, |peer| {
             notice_proxy(layer, peer, request, None);
             peer
         });
-        peer.key(64)
     }
 
     fn forms(&self) -> KeyForms {
@@ -134,7 +134,6 @@ impl Peer {
     }
 
     /// Returns `true` for a peer that is probably in the service's own network.
-    #[inline]
     pub(super) fn is_near(self) -> bool {
         match self {
             Self::Address(address) => {
@@ -248,21 +247,22 @@ static HEADERS: [HeaderName; 2] = [HeaderName::from_static("x-forwarded-for"), F
 /// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count. Checks a
 /// request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
 /// peer with a public address may be a client that forges the header, so 1,000 of them are only suspected.
-#[inline(always)]
 pub(super) fn notice_proxy(
     layer: &Notifier,
     peer: Peer,
     request: &Parts,
     header: Option<&HeaderName>,
 ) {
+    let sent = sent(request, header);
     if peer.is_near() {
-        if layer.notices_proxies()
-            && let Some(sent) = sent(request, header)
-        {
+        if let Some(sent) = sent {
             layer.unknown_proxy(|| unknown_proxy(peer, sent, header));
         }
-    } else if peer != Peer::Unknown && layer.examines_peers() {
-        notice_public_proxy(layer, request, header);
+    } else if peer != Peer::Unknown {
+        match sent {
+            Some(sent) => layer.forwarded(|| public_proxies(sent, header)),
+            None => layer.not_forwarded(),
+        }
     }
 }
 
@@ -275,15 +275,6 @@ fn sent<'a>(request: &Parts, header: Option<&'a HeaderName>) -> Option<&'a Heade
     headers
         .iter()
         .find(|name| request.headers.contains_key(*name))
-}
-
-/// Counts the requests of public peers that may be proxies.
-#[cold]
-fn notice_public_proxy(layer: &Notifier, request: &Parts, header: Option<&HeaderName>) {
-    match sent(request, header) {
-        Some(sent) => layer.forwarded(|| public_proxies(sent, header)),
-        None => layer.not_forwarded(),
-    }
 }
 
 fn public_proxies(sent: &HeaderName, header: Option<&HeaderName>) -> String {
@@ -334,7 +325,6 @@ fn unknown_proxy(peer: Peer, sent: &HeaderName, header: Option<&HeaderName>) -> 
 }
 
 /// Checks a request of a trusted proxy that lacks the header that the extractor reads.
-#[cold]
 pub(super) fn notice_other_header(layer: &Notifier, request: &Parts, header: &HeaderName) {
     let other = HEADERS
         .iter()
@@ -351,7 +341,6 @@ pub(super) fn notice_other_header(layer: &Notifier, request: &Parts, header: &He
 
 /// Reports the first request without an address that is counted as a peer on a unix socket, since a number of hops is
 /// trusted.
-#[cold]
 pub(super) fn notice_no_address(layer: &Notifier) {
     layer.no_address(|| {
         format!(

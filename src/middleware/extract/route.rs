@@ -4,7 +4,7 @@ use axum::extract::MatchedPath;
 use http::Method;
 use http::request::Parts;
 
-use crate::gate::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
 
 /// Counts by the template of the matched axum route, such as `/users/{id}`: all ids together.
@@ -53,8 +53,8 @@ impl KeyExtractor for MatchedRoute {
         KeyForms::CLEAR.and(KeyForms::HASH).and(KeyForms::NO_ROUTE)
     }
 
-    fn has_route(&self, request: &Parts) -> Option<bool> {
-        Some(template(request).is_some())
+    fn examine(&self, request: &Parts, layer: &Notifier) {
+        layer.has_route(template(request).is_some());
     }
 }
 
@@ -80,8 +80,8 @@ impl KeyExtractor for MatchedEndpoint {
         KeyForms::TUPLE.and(KeyForms::HASH).and(KeyForms::NO_ROUTE)
     }
 
-    fn has_route(&self, request: &Parts) -> Option<bool> {
-        Some(template(request).is_some())
+    fn examine(&self, request: &Parts, layer: &Notifier) {
+        layer.has_route(template(request).is_some());
     }
 }
 

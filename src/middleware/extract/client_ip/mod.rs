@@ -248,8 +248,8 @@ impl KeyExtractor for ClientIp {
         self.client(request, None).key(self.ipv6_prefix)
     }
 
-    fn extract_for(&self, request: &Parts, layer: &Notifier) -> Result<Key, MissingKey> {
-        self.client(request, Some(layer)).key(self.ipv6_prefix)
+    fn examine(&self, request: &Parts, layer: &Notifier) {
+        self.client(request, Some(layer));
     }
 
     fn forms(&self) -> KeyForms {
@@ -271,9 +271,7 @@ impl Forwarding {
         if let Some(layer) = layer {
             layer.not_forwarded();
         }
-        // `None` after the first report.
-        let examiner = layer.filter(|layer| layer.examines_proxy_header());
-        if let Some(layer) = examiner
+        if let Some(layer) = layer
             && !request.headers.contains_key(&self.header)
         {
             notice_other_header(layer, request, &self.header);
@@ -286,8 +284,8 @@ impl Forwarding {
             HeaderForm::SingleWithPort => {
                 one_address(lines, node::address_with_port).unwrap_or(peer)
             }
-            HeaderForm::XForwardedFor => self.walk(peer, lines.rev().flat_map(hops), examiner),
-            HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements), examiner),
+            HeaderForm::XForwardedFor => self.walk(peer, lines.rev().flat_map(hops), layer),
+            HeaderForm::Forwarded => self.walk(peer, lines.rev().flat_map(elements), layer),
         };
         // A trusted `unix` is the application's word for this. A number of hops is not: it may listen on TCP.
         if let Some(layer) = layer
@@ -306,11 +304,11 @@ impl Forwarding {
         &self,
         peer: Peer,
         mut entries: impl Iterator<Item = Option<Peer>>,
-        examiner: Option<&Notifier>,
+        layer: Option<&Notifier>,
     ) -> Peer {
         let (client, is_trusted) = match &self.trust {
             Trust::Hops(hops) => {
-                let client = self.count(peer, hops.get(), &mut entries, examiner);
+                let client = self.count(peer, hops.get(), &mut entries, layer);
                 (client, client == peer)
             }
             Trust::Networks(trusted) => {
@@ -319,7 +317,7 @@ impl Forwarding {
             }
         };
         // In the service's own network, and with an entry before it: probably another proxy.
-        if let Some(layer) = examiner
+        if let Some(layer) = layer
             && client.is_near()
             && !is_trusted
             && let Peer::Address(address) = client
@@ -342,7 +340,7 @@ impl Forwarding {
         peer: Peer,
         hops: u8,
         entries: &mut impl Iterator<Item = Option<Peer>>,
-        examiner: Option<&Notifier>,
+        layer: Option<&Notifier>,
     ) -> Peer {
         let mut client = peer;
         let mut read = 0;
@@ -356,7 +354,7 @@ impl Forwarding {
             }
         }
         // Without any entry, the request is the proxy's own, such as a health check.
-        if let Some(layer) = examiner
+        if let Some(layer) = layer
             && (1..hops).contains(&read)
         {
             let header = &self.header;
