@@ -492,7 +492,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Admits or rejects a request by the store's reply. If the layer has queues, a denied request
     /// waits.
-    #[inline]
+    #[inline(always)]
     fn on_reply(
         &self,
         request: &R,

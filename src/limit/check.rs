@@ -401,7 +401,7 @@ impl Check {
     }
 
     /// As [`decide`](Self::decide). Calendars, and the states under them, have a clock that is `ahead` of that of the store.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn decide_by(&self, states: &mut [State], now: i64, ahead: i64) -> Verdicts {
         let charged = self.charged_under(0, now);
         let ask = Ask {

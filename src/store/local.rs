@@ -127,6 +127,7 @@ fn hold_of(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
 }
 
 /// Ranks a counted key, which may have to be kept for longer than this policy needs it.
+#[inline]
 fn hold_counted(state: &State, verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     let kept_until = state.kept_until(policy.params(), now);
     Hold::new(verdict.used(policy), kept_until.max(now + verdict.reset))
