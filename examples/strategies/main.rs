@@ -14,6 +14,7 @@ mod serve;
 
 use std::env;
 use std::error::Error;
+use std::process::ExitCode;
 
 use axum::middleware::from_fn;
 use axum::routing::{get, post};
@@ -29,9 +30,19 @@ use crate::play::{Answer, Input, Pattern, Play, Plays, play_all};
 const COLUMNS: usize = 60;
 
 #[tokio::main]
-async fn main() -> Result<(), Box<dyn Error>> {
+async fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
-    match &args[..] {
+    match run(&args).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(args: &[String]) -> Result<(), Box<dyn Error>> {
+    match args {
         [] => serve_page().await,
         [quota, pattern] => {
             let pattern = Pattern::deserialize(StrDeserializer::<Invalid>::new(pattern))?;

@@ -53,6 +53,7 @@ pub(crate) struct Plays {
 pub(crate) struct Play {
     pub(crate) strategy: String,
     /// Why the strategy does not take the quota.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) error: Option<String>,
     pub(crate) requests: Vec<Answer>,
     pub(crate) granted: usize,
@@ -68,9 +69,9 @@ pub(crate) struct Answer {
     #[serde(skip)]
     time: Duration,
     pub(crate) is_allowed: bool,
-    /// What a denied client is told, in whole seconds.
+    /// The `Retry-After` of a denied request, in whole seconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) retry_after: Option<u64>,
-    pub(crate) remaining: u32,
 }
 
 /// Plays the pattern under every strategy.
@@ -87,8 +88,11 @@ pub(crate) fn play_all(input: &Input) -> Result<Plays, String> {
         ));
     }
     let arrivals = arrivals(quota, input.pattern)?;
+    let mut strategies = Strategy::ALL.to_vec();
+    // The default first.
+    strategies.sort_by_key(|strategy| *strategy != Strategy::default());
     let mut plays = vec![];
-    for &strategy in Strategy::ALL {
+    for strategy in strategies {
         plays.push(play(strategy, quota, arrivals.as_deref()));
     }
     Ok(Plays {
@@ -228,7 +232,6 @@ impl Client {
             time: self.now,
             is_allowed: decision.is_allowed(),
             retry_after: told,
-            remaining: decision.remaining(),
         });
         Ok(told.map(Duration::from_secs))
     }

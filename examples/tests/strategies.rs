@@ -10,10 +10,13 @@
 
 mod support;
 
+use std::io::Write;
+use std::time::Duration;
+
 use serde_json::Value;
 use tower_redis_ratelimit::Strategy;
 
-use crate::support::{Answer, Example};
+use crate::support::{Answer, Example, connect};
 
 const HEAD: [&str; 2] = ["origin: http://localhost", "content-type: application/json"];
 
@@ -45,9 +48,12 @@ fn nine_variants_answer_side_by_side() {
         .unwrap()
         .iter()
         .map(|play| play["strategy"].as_str().unwrap());
-    let expected: Vec<String> = Strategy::ALL.iter().map(Strategy::to_string).collect();
-    assert_eq!(names.collect::<Vec<_>>(), expected);
-    assert_eq!(expected.len(), 9);
+    let names: Vec<&str> = names.collect();
+    assert_eq!(names[0], "gcra", "the default is the first");
+    for strategy in Strategy::ALL {
+        assert!(names.contains(&&*strategy.to_string()), "{strategy}");
+    }
+    assert_eq!(names.len(), 9);
 
     // Twice the limit around a border of the clock, and never more than the limit.
     assert_eq!(numbers(&border, "fixed-window"), [20, 0, 20]);
@@ -104,8 +110,32 @@ fn wrong_input_gets_the_reason() {
 }
 
 #[test]
+fn a_thousand_requests_take_100_ms() {
+    let example = Example::start("strategies", &[]);
+    let before = example.processor_time();
+    for (quota, pattern) in [
+        ("278/10s", "steady"),
+        ("250/10s", "burst"),
+        ("500/10s", "border"),
+        ("67/10s", "greedy"),
+        ("333/10s", "polite"),
+    ] {
+        let [granted, denied, _] = numbers(&play(&example, quota, pattern), "gcra");
+        assert!(granted + denied >= 1_000, "{pattern}: {granted} {denied}");
+    }
+    // Not the time of the clock, in which others use the processor too.
+    let time = (example.processor_time() - before) / 5;
+    assert!(time < Duration::from_millis(100), "{time:?}");
+}
+
+#[test]
 fn other_sites_cannot_use_the_page() {
     let example = Example::start("strategies", &[]);
+    // A name of another site may lead to this machine.
+    let mut stream = connect(example.port).unwrap();
+    let rebound = "GET / HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n";
+    stream.write_all(rebound.as_bytes()).unwrap();
+    assert_eq!(Answer::read(stream).status, 403);
     let body = r#"{"quota":"1/s","pattern":"steady"}"#;
     for origin in ["origin: http://evil.example", "x: y"] {
         let answer = Answer::read(example.post("/play", &[origin, HEAD[1]], body));
@@ -132,7 +162,8 @@ fn a_terminal_shows_the_same() {
         .map(|line| line.split_whitespace().collect())
         .collect();
     assert_eq!(rows[0][..3], ["strategy", "granted", "denied"]);
-    assert_eq!(rows[1][..4], ["fixed-window", "20", "0", "20"]);
+    assert_eq!(rows[1][..4], ["gcra", "10", "10", "10"]);
+    assert_eq!(rows[3][..4], ["fixed-window", "20", "0", "20"]);
     assert!(text.contains("Retry-After: "), "{text}");
     assert_eq!(rows.len(), 2 + 2 * Strategy::ALL.len());
     let wrong = Example::command("strategies")
@@ -143,6 +174,6 @@ fn a_terminal_shows_the_same() {
     assert!(
         String::from_utf8(wrong.stderr)
             .unwrap()
-            .contains("is not a valid quota")
+            .starts_with("\"ten\" is not a valid quota: ")
     );
 }
