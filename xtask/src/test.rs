@@ -99,7 +99,8 @@ fn check_features(features: &str) -> Result {
     ])
 }
 
-fn document(features: &[&str]) -> Result {
+/// Builds the documentation of the library with these features.
+pub(crate) fn document(features: &[&str]) -> Result {
     let mut command = Command::new("cargo");
     command
         .args(["doc", "--quiet", "--no-deps", "--lib"])
@@ -110,21 +111,15 @@ fn document(features: &[&str]) -> Result {
 /// Compiles the library with its `rust-version`, if rustup can install that. If not, clippy still
 /// detects newer parts of std, and [`Metadata::check_dependencies`] checks the dependencies.
 fn lowest_rust(version: &str) -> Result {
-    let installed = succeeds("rustup", &["run", version, "cargo", "--version"])
-        || succeeds(
-            "rustup",
-            &[
-                "toolchain",
-                "install",
-                version,
-                "--profile",
-                "minimal",
-                "--no-self-update",
-            ],
-        );
-    if !installed {
-        eprintln!("not compiled with Rust {version}: `rustup toolchain install {version}` fails");
-        return Ok(());
+    if !succeeds("rustup", &["run", version, "cargo", "--version"]) {
+        eprintln!("Rust {version} is not installed: installing it with rustup");
+        let install = ["toolchain", "install", version, "--no-self-update"];
+        if !succeeds("rustup", &[&install[..], &["--profile", "minimal"]].concat()) {
+            eprintln!(
+                "not compiled with Rust {version}: `rustup toolchain install {version}` fails"
+            );
+            return Ok(());
+        }
     }
     let mut command = Command::new("rustup");
     command.args([
