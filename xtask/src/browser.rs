@@ -18,6 +18,8 @@ const PROGRAMS: [&str; 4] = [
     "google-chrome",
     "google-chrome-stable",
 ];
+/// Maximum height of a picture.
+const MAX_HEIGHT: f64 = 16_384.0;
 /// Maximum time to wait for a condition, and the polling interval.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -102,9 +104,10 @@ impl Browser {
         self.call("Page.navigate", json!({ "url": url })).map(drop)
     }
 
-    pub(crate) fn set_viewport(&mut self, width: u32, scheme: &str) -> Result {
+    /// Sets the width of the page, and the color scheme of the system.
+    pub(crate) fn set_viewport(&mut self, (width, scheme): (u32, &str)) -> Result {
         let size =
-            json!({ "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": false });
+            json!({ "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": false });
         self.call("Emulation.setDeviceMetricsOverride", size)?;
         let feature = json!({ "name": "prefers-color-scheme", "value": scheme });
         self.call(
@@ -169,13 +172,15 @@ impl Browser {
             .collect())
     }
 
-    /// Returns a PNG of the page down to the end of the element that a selector finds.
+    /// Returns a PNG of the page down to the end of the element that a selector finds, or to the largest height that Chromium
+    /// draws.
     pub(crate) fn screenshot(&mut self, down_to: &str) -> Result<Vec<u8>> {
         let end = self.evaluate(&format!(
             "scrollY + document.querySelector('{down_to}').getBoundingClientRect().bottom"
         ))?;
         let width = self.evaluate("innerWidth")?;
-        let clip = json!({ "x": 0, "y": 0, "width": width, "height": end.as_f64().unwrap_or_default() + 12.0, "scale": 1 });
+        let height = (end.as_f64().unwrap_or_default() + 12.0).min(MAX_HEIGHT);
+        let clip = json!({ "x": 0, "y": 0, "width": width, "height": height, "scale": 1 });
         let how = json!({ "format": "png", "captureBeyondViewport": true, "clip": clip });
         let picture = self.call("Page.captureScreenshot", how)?;
         STANDARD

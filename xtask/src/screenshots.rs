@@ -1,5 +1,5 @@
-//! `cargo xtask screenshots`: tests the page of `examples/dashboard` in a browser, and takes its
-//! pictures.
+//! `cargo xtask screenshots`: tests the pages of `examples/dashboard`, `examples/strategies` and of the
+//! documentation in a browser, and takes their pictures.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -11,6 +11,15 @@ use crate::Result;
 use crate::browser::Browser;
 use crate::command::{cargo, root, succeeds};
 use crate::outage;
+use crate::test::document;
+
+/// Widths of the page, and color schemes.
+const VIEWPORTS: [(u32, &str); 4] = [
+    (1280, "light"),
+    (1280, "dark"),
+    (390, "light"),
+    (390, "dark"),
+];
 
 /// The selector of the last element in each picture but the first, which shows the whole page.
 const TIME_LINE: &str = "main > section";
@@ -18,13 +27,14 @@ const TIME_LINE: &str = "main > section";
 pub(crate) fn screenshots() -> Result {
     let mut browser = Browser::start()?;
     check_pictures(&mut browser)?;
+    check_documentation(&mut browser)?;
     let examples = ["--example", "dashboard", "--example", "strategies"];
     cargo(&[&["build", "--package", "examples"][..], &examples].concat())?;
     check_strategies(&mut browser)?;
     let example = Example::start("dashboard")?;
     let url = &example.url;
 
-    browser.set_viewport(1200, "light")?;
+    browser.set_viewport((1200, "light"))?;
     browser.open(url)?;
     browser.wait_until(
         "decisions flow",
@@ -74,13 +84,13 @@ pub(crate) fn screenshots() -> Result {
         "records.filter(record => record.reconciled).length > 1",
     )?;
     save_screenshot(&mut browser, "after", TIME_LINE)?;
-    browser.set_viewport(1200, "dark")?;
+    browser.set_viewport((1200, "dark"))?;
     save_screenshot(&mut browser, "dark", TIME_LINE)?;
-    browser.set_viewport(390, "light")?;
-    browser.wait_until(
-        "a phone needs no scrolling to the right",
-        "document.documentElement.scrollWidth <= 390",
-    )?;
+    for viewport in VIEWPORTS {
+        browser.set_viewport(viewport)?;
+        check_width(&mut browser)?;
+        save_page(&mut browser, "dashboard", viewport)?;
+    }
 
     browser.evaluate("$('free-limit').value = '20/s  burst 40'")?;
     press(&mut browser, "free-limit")?;
@@ -116,22 +126,15 @@ fn check_requests(browser: &mut Browser, url: &str) -> Result {
 /// Operates the page of `examples/strategies`.
 fn check_strategies(browser: &mut Browser) -> Result {
     let example = Example::start("strategies")?;
-    for (width, scheme) in [
-        (1200, "light"),
-        (1200, "dark"),
-        (390, "dark"),
-        (390, "light"),
-    ] {
-        browser.set_viewport(width, scheme)?;
+    for viewport in VIEWPORTS {
+        browser.set_viewport(viewport)?;
         browser.open(&example.url)?;
         browser.wait_until(
             "nine strategies answer",
             "document.querySelectorAll('section svg').length === 9",
         )?;
-        browser.wait_until(
-            "nothing needs scrolling to the right",
-            &format!("document.documentElement.scrollWidth <= {width}"),
-        )?;
+        check_width(browser)?;
+        save_page(browser, "strategies", viewport)?;
     }
     check_names(browser, &["image", "textbox", "combobox"])?;
     choose(browser, "quota", "10/10s burst 20")?;
@@ -166,6 +169,48 @@ fn choose(browser: &mut Browser, id: &str, value: &str) -> Result {
     browser.evaluate(&script).map(drop)
 }
 
+/// Pages of the documentation, as rustdoc names them.
+const PAGES: [&str; 5] = [
+    "index",
+    "guide/index",
+    "guide/recipes/index",
+    "guide/choosing/index",
+    "enum.Strategy",
+];
+
+/// Checks pages of the documentation, and saves their pictures in `target/screenshots`.
+fn check_documentation(browser: &mut Browser) -> Result {
+    document(&["--package", "tower-redis-ratelimit", "--all-features"])?;
+    let folder = root().join("target/doc/tower_redis_ratelimit");
+    for page in PAGES {
+        for viewport in VIEWPORTS {
+            browser.set_viewport(viewport)?;
+            browser.open(&format!("file://{}/{page}.html", folder.display()))?;
+            browser.wait_until(
+                "the page has its pictures",
+                "document.readyState === 'complete' && [...document.images].every(image => image.naturalWidth > 0)",
+            )?;
+            check_width(browser)?;
+            save_page(browser, &page.replace('/', "-"), viewport)?;
+            if (page, viewport.0) == ("index", 1280) {
+                check_fold(browser)?;
+            }
+        }
+    }
+    check_requests(browser, "file:")
+}
+
+/// Checks that the crate's page shows the claim, an outage, the promises and the links without scrolling in 900 pixels, less the
+/// bar of docs.rs.
+fn check_fold(browser: &mut Browser) -> Result {
+    let links = "[...document.links].find(link => link.textContent === 'Production checklist')";
+    let bottom = browser.evaluate(&format!("{links}.getBoundingClientRect().bottom"))?;
+    match bottom.as_f64() {
+        Some(bottom) if bottom <= 868.0 => Ok(()),
+        _ => Err(format!("the links of README end at {bottom} of 868 pixels")),
+    }
+}
+
 /// Checks the pictures of the documentation, as drawn with light and with dark colors.
 fn check_pictures(browser: &mut Browser) -> Result {
     for folder in ["docs", "docs/strategies", "benches"] {
@@ -177,7 +222,7 @@ fn check_pictures(browser: &mut Browser) -> Result {
                 continue;
             }
             for scheme in ["light", "dark"] {
-                browser.set_viewport(1200, scheme)?;
+                browser.set_viewport((1200, scheme))?;
                 browser.open(&format!("file://{}", path.display()))?;
                 browser.wait_until(
                     "the picture is there",
@@ -263,6 +308,24 @@ fn save_screenshot(browser: &mut Browser, name: &str, down_to: &str) -> Result {
     write(
         &format!("examples/dashboard/{name}.png"),
         &browser.screenshot(down_to)?,
+    )
+}
+
+/// Checks that the page needs no scrolling to the right.
+fn check_width(browser: &mut Browser) -> Result {
+    browser.wait_until(
+        "nothing needs scrolling to the right",
+        "document.documentElement.scrollWidth <= innerWidth",
+    )
+}
+
+/// Takes a picture of the whole page for those who change it, and no file of the repository.
+fn save_page(browser: &mut Browser, name: &str, (width, scheme): (u32, &str)) -> Result {
+    let folder = root().join("target/screenshots");
+    fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    write(
+        &format!("target/screenshots/{name}-{width}-{scheme}.png"),
+        &browser.screenshot("body")?,
     )
 }
 
