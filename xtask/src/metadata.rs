@@ -39,8 +39,12 @@ impl Metadata {
         self.library()["version"].as_str().unwrap_or_default()
     }
 
-    pub(crate) fn has_repository(&self) -> bool {
-        self.library()["repository"].is_string()
+    /// The names of the packages that are published and have no `repository`.
+    pub(crate) fn without_repository(&self) -> Vec<&str> {
+        self.members()
+            .filter(|package| package["publish"].is_null() && package["repository"].is_null())
+            .filter_map(|package| package["name"].as_str())
+            .collect()
     }
 
     /// The `rust-version` of the library.

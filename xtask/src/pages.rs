@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 29] = [
+const PAGES: [&str; 30] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -35,6 +35,7 @@ const PAGES: [&str; 29] = [
     "benches/RESULTS.md",
     "examples/dashboard/README.md",
     "examples/envoy/README.md",
+    "inspect/README.md",
     "peers/README.md",
     "tests/migrating/README.md",
 ];

@@ -8,6 +8,7 @@ use crate::command::{cargo, root, run};
 use crate::metadata::Metadata;
 
 const LIBRARY: &str = "tower-redis-ratelimit";
+const PROGRAM: &str = "ratelimit-inspect";
 
 /// Maximum size of the package, which each build of a user downloads. docs.rs builds the guide from it, and the code has
 /// its unit tests and comments.
@@ -20,7 +21,7 @@ pub(crate) fn release() -> Result {
         .map_err(|error| format!("CHANGELOG.md: {error}"))?;
     let state = State {
         version: metadata.version(),
-        has_repository: metadata.has_repository(),
+        without_repository: &metadata.without_repository(),
         changes: &git(&["status", "--porcelain"])?,
         tags: &git(&["tag", "--points-at", "HEAD"])?,
         changelog: &changelog,
@@ -32,15 +33,16 @@ pub(crate) fn release() -> Result {
             problems.join("\n- ")
         ));
     }
-    package(&metadata, &[])?;
-    eprintln!("ready: `cargo publish -p {LIBRARY}`, and then `cargo publish -p ratelimit-inspect`");
+    package(&metadata, &["--package", PROGRAM])?;
+    eprintln!("ready: `cargo publish -p {LIBRARY}`, and then `cargo publish -p {PROGRAM}`");
     Ok(())
 }
 
 /// What decides whether a commit can be published.
 struct State<'a> {
     version: &'a str,
-    has_repository: bool,
+    /// The packages without a `repository`.
+    without_repository: &'a [&'a str],
     /// The output of `git status --porcelain`.
     changes: &'a str,
     /// The tags of the commit, one a line.
@@ -53,11 +55,10 @@ impl State<'_> {
         let version = self.version;
         let (tag, heading) = (format!("v{version}"), format!("## {version} - 2"));
         let mut problems = vec![];
-        if !self.has_repository {
-            problems.push(
-                "the package has no `repository`: set it in Cargo.toml, for crates.io's links and README's picture"
-                    .to_owned(),
-            );
+        for package in self.without_repository {
+            problems.push(format!(
+                "{package} has no `repository`: set it in its Cargo.toml, for crates.io's links and README's picture"
+            ));
         }
         if !self.changes.is_empty() {
             problems.push(format!(
@@ -179,7 +180,7 @@ mod tests {
     fn a_release_needs_repository_tag_and_date() {
         let ready = || State {
             version: "0.1.0",
-            has_repository: true,
+            without_repository: &[],
             changes: "",
             tags: "other\nv0.1.0",
             changelog: "# Changelog\n\n## 0.1.0 - 2027-01-31\n",
@@ -187,7 +188,7 @@ mod tests {
         assert!(ready().problems().is_empty());
         for state in [
             State {
-                has_repository: false,
+                without_repository: &[PROGRAM],
                 ..ready()
             },
             State {
