@@ -1,3 +1,5 @@
+//! The tutorial, recipes, reference and explanations, by question and by task.
+//!
 //! [answers]: crate::guide::answers
 //! [bandwidth]: crate::guide::recipes#bytes-per-second
 //! [block]: crate::guide::recipes#a-block-after-repeated-denials
