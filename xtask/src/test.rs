@@ -113,8 +113,9 @@ pub(crate) fn document(features: &[&str]) -> Result {
 fn lowest_rust(version: &str) -> Result {
     if !succeeds("rustup", &["run", version, "cargo", "--version"]) {
         eprintln!("Rust {version} is not installed: installing it with rustup");
-        let install = ["toolchain", "install", version, "--no-self-update"];
-        if !succeeds("rustup", &[&install[..], &["--profile", "minimal"]].concat()) {
+        let how = ["--profile", "minimal", "--no-self-update"];
+        let install = [&["toolchain", "install", version][..], &how].concat();
+        if !succeeds("rustup", &install) {
             eprintln!(
                 "not compiled with Rust {version}: `rustup toolchain install {version}` fails"
             );
