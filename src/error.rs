@@ -341,6 +341,14 @@ impl StoreError {
         }
     }
 
+    /// Removes the mark of a check that was [not sent](Self::not_sent).
+    pub(crate) fn maybe_sent(self) -> Self {
+        Self {
+            not_sent: false,
+            ..self
+        }
+    }
+
     /// Returns `true` if the error concerns [this check only](Self::check_only).
     pub fn is_check_only(&self) -> bool {
         self.check_only

@@ -13,7 +13,6 @@ use crate::blocks::{self, BlockChange, BlockChangeKind};
 use crate::error::{ConfigError, StoreError};
 use crate::gate::{Blocking, Notifier, PolicySelector, Selector, denial};
 use crate::held_slots::{InFlightTracker, Slot};
-use crate::leases::without_block;
 use crate::limit::{
     BlockAfter, Charge, Check, Decision, Extra, JointCheck, JointDecision, Key, Mode, Policies,
     Quota, RateLimited, Source, Verdict,
@@ -847,7 +846,7 @@ impl<S: Store> Limiter<S> {
         // Restart the sender if its runtime has shut down: it will settle the reservation.
         self.in_flight.ops().wake();
         let since = instant();
-        let check = without_block(Check::take(key, &self.policies(&key), cost));
+        let check = Check::take(key, &self.policies(&key), cost).without_block();
         let is_exempt = check.policies().is_exempt();
         // Before the check is sent: if this future is dropped before the reply, the slot is released.
         let mut slot = self.in_flight.track(&check);

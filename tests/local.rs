@@ -46,6 +46,9 @@ mod keys {
     mod local {
         mod client_ip;
         mod joint;
+        mod joint_parts;
+        #[cfg(feature = "serde")]
+        mod joint_settings;
         #[cfg(feature = "axum")]
         mod routes;
     }

@@ -30,7 +30,9 @@ pub(super) struct OtherKey<R> {
 #[derive(Default)]
 pub(super) struct JointParts {
     each: SmallVec<[(Key, Policies); 3]>,
-    /// Whether the first one is of the layer's first key.
+    /// The layer's first key, which its shadows count by. `None` if the request lacks it.
+    caller: Option<Key>,
+    /// Whether the first part is of the layer's first key.
     has_first: bool,
     /// The last key that the request lacks.
     missing: Option<MissingKey>,
@@ -45,6 +47,10 @@ pub(super) struct JointQuestion {
     pub(super) since: Option<Instant>,
     /// The slots under the policies that limit requests in flight. They exist before the check is sent.
     pub(super) slots: JointSlots,
+    /// The id of the request. A check that takes slots ignores it.
+    id: Option<Key>,
+    /// As in [`JointParts`].
+    caller: Option<Key>,
     has_first: bool,
 }
 
@@ -139,7 +145,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         first: Result<Key, MissingKey>,
         selected: Option<Cow<'_, Policies>>,
     ) -> Admission<S::Future> {
-        let first_key = first.as_ref().ok().copied();
         let parts = match self.parts(request, first, selected) {
             Ok(parts) => parts,
             Err(missing) => {
@@ -151,31 +156,26 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.deny_blocked(request, *key, policies, None);
         }
         match parts.each.as_slice() {
-            [] => self.without_parts(request, &parts, first_key),
+            [] => self.without_parts(request, &parts),
             // Only the first key is left: the plain path. The denials of another one are no strikes.
             [(key, policies)] if parts.has_first => {
                 self.admit_under(request, Ok(*key), Some(Cow::Borrowed(policies)))
             }
             _ => match self.joint(request, &parts) {
-                Ok(joint) => self.send_joint(request, joint, parts.has_first),
+                Ok(joint) => self.send_joint(request, joint, &parts),
                 Err(error) => self.unjoinable(request, &parts, error),
             },
         }
     }
 
     /// Admits a request that has no policies for any of its keys.
-    fn without_parts(
-        &self,
-        request: &R,
-        parts: &JointParts,
-        first_key: Option<Key>,
-    ) -> Admission<S::Future> {
+    fn without_parts(&self, request: &R, parts: &JointParts) -> Admission<S::Future> {
         let reason = match &parts.missing {
             Some(missing) => missing.reason(),
             None => UncountedReason::Exempt,
         };
         self.notifier.uncounted(reason, true);
-        self.uncounted(request, first_key)
+        self.uncounted(request, parts.caller)
     }
 
     /// Returns the keys and the policies of a request.
@@ -189,7 +189,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         first: Result<Key, MissingKey>,
         selected: Option<Cow<'_, Policies>>,
     ) -> Result<JointParts, MissingKey> {
-        let mut parts = JointParts::default();
+        let mut parts = JointParts {
+            caller: first.as_ref().ok().copied(),
+            ..JointParts::default()
+        };
         self.add_part(&mut parts, first, selected)?;
         parts.has_first = !parts.each.is_empty();
         for other in &self.others {
@@ -245,7 +248,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
         JointCheck::take(each, cost)
     }
 
-    fn joint_question(&self, joint: JointCheck, has_first: bool) -> JointQuestion {
+    fn joint_question(
+        &self,
+        joint: JointCheck,
+        parts: &JointParts,
+        id: Option<Key>,
+    ) -> JointQuestion {
         let slots = if self.holds == Holds::Nothing {
             JointSlots::default()
         } else {
@@ -255,14 +263,22 @@ impl<S: Store, R: 'static> Gate<S, R> {
             joint,
             since: self.since(),
             slots,
-            has_first,
+            id,
+            caller: parts.caller,
+            has_first: parts.has_first,
         }
     }
 
-    fn send_joint(&self, request: &R, joint: JointCheck, has_first: bool) -> Admission<S::Future> {
-        let joint = joint.with_key_as_id(self.id(request));
+    fn send_joint(
+        &self,
+        request: &R,
+        joint: JointCheck,
+        parts: &JointParts,
+    ) -> Admission<S::Future> {
+        let id = self.id(request);
+        let joint = joint.with_key_as_id(id);
         // Before the check is sent: a request that is dropped before the reply must release its slots.
-        let question = self.joint_question(joint.clone(), has_first);
+        let question = self.joint_question(joint.clone(), parts, id);
         match self.notifier.send_all(&self.store, joint).into_ready() {
             Ok(answer) => Admission::Decided(self.conclude_joint(request, question, answer)),
             Err(future) => Admission::Undecided(Pending::Joint {
@@ -281,8 +297,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         error: ConfigError,
     ) -> Admission<S::Future> {
         let error = StoreError::from(error);
-        let key = parts.each.first().map(|(key, _)| *key);
-        if let Some(key) = &key {
+        if let Some((key, _)) = parts.each.first() {
             let answer = Err(error.clone());
             self.notifier.answered(key, 0, None, &answer, false);
         }
@@ -290,7 +305,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return Admission::Decided(Err(Refusal::Unavailable(error)));
         }
         self.notifier.uncounted(UncountedReason::Failed, true);
-        self.uncounted(request, key)
+        self.uncounted(request, parts.caller)
     }
 
     /// Admits or rejects by the decision on all keys, and notifies the observer.
@@ -304,11 +319,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
             joint,
             since,
             mut slots,
+            id,
+            caller,
             has_first,
         } = question;
         slots.on_reply(answer.as_ref());
         self.notifier.joint_answered(&joint, since, &answer, false);
-        let first_key = *joint.first().key();
         let decided = match answer {
             Ok(decided) if decided.decision().is_allowed() => Some(decided),
             Ok(denied) => {
@@ -317,7 +333,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                     && let Some(Some(first)) = denied.parts().first()
                     && has_first
                 {
-                    blocking.denied(request, &first_key, first, &self.ops);
+                    blocking.denied(request, joint.first().key(), first, &self.ops);
                 }
                 return Err(Refusal::Denied(denied.into_decision()));
             }
@@ -342,8 +358,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
         grant.decision = decided.map(JointDecision::into_decision);
         // Last, since the checks of shadows add their charges to that of the request.
-        if self.has_shadows() {
-            grant.try_shadows(self, request, first_key, joint.id().copied());
+        if let Some(caller) = caller
+            && self.has_shadows()
+        {
+            grant.try_shadows(self, request, caller, id);
         }
         Ok(grant)
     }
@@ -355,7 +373,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         first: Result<Key, MissingKey>,
     ) -> Admission<S::Future> {
         let selected = self.policies.find(request, first.as_ref().ok());
-        let caller = first.as_ref().ok().copied();
         // A dry run rejects nothing.
         let parts = self.parts(request, first, selected).unwrap_or_default();
         if let Some((key, policies)) = &parts.blocked {
@@ -363,22 +380,21 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let denied = denial(&check, None, self.settings.forbids_blocked);
             self.notifier
                 .answered(key, check.cost(), None, &Ok(denied), true);
-            return self.uncounted(request, caller);
+            return self.uncounted(request, parts.caller);
         }
         let Some((first_key, _)) = parts.each.first() else {
-            return self.without_parts(request, &parts, caller);
+            return self.without_parts(request, &parts);
         };
         let mut grant = Grant::default();
         if self.settles() {
             grant.charge = Some(self.charge(None, None));
         }
         let id = self.id(request);
-        let charge = grant.charge.as_ref();
-        let mut shadows = Shadows::start(self, request, (*first_key, id), charge);
+        let mut shadows = Shadows::new(self, grant.charge.as_ref());
         match self.joint(request, &parts) {
             Ok(joint) => {
                 let joint = joint.with_key_as_id(id);
-                let question = self.joint_question(joint.clone(), parts.has_first);
+                let question = self.joint_question(joint.clone(), &parts, id);
                 let answer = self.notifier.send_all(&self.store, joint);
                 shadows.add_joint(Box::new(question), answer);
             }
@@ -386,6 +402,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 let answer = Err(StoreError::from(error));
                 self.notifier.answered(first_key, 0, None, &answer, true);
             }
+        }
+        if let Some(caller) = parts.caller {
+            shadows.try_each(self, request, caller, id);
         }
         grant.shadows = Some(Box::new(shadows));
         Admission::Decided(Ok(grant))

@@ -66,7 +66,6 @@ use self::shadows::Shadows;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::held_slots::{InFlightTracker, Slot};
-use crate::leases::without_block;
 use crate::limit::{
     BlockAfter, Charge, Check, Decision, Extra, Key, KeyForms, Mode, Policies, RateLimited,
 };
@@ -374,10 +373,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             // Only the store knows whether the id repeats an earlier one.
             question.turn = Turn::OnlyIfRepeated;
-            check = check.with_mode(Mode::Peek);
         }
         // Before the check is sent: a request that is dropped before the reply must release its slot.
         question.slot = self.hold(&check);
+        if question.turn == Turn::OnlyIfRepeated {
+            check = check.with_mode(Mode::Peek);
+        }
         match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self.on_reply(request, question, answer),
             Answer::Pending { future } => {
@@ -425,7 +426,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let check = Check::take(key, policies, self.cost(request, policies));
         match id {
             Some(id) => check.with_extra(Extra::Id(id)),
-            None if self.settles() => without_block(check),
+            None if self.settles() => check.without_block(),
             None => check,
         }
     }
@@ -966,7 +967,12 @@ impl<D> Grant<D> {
         key: Key,
         id: Option<Key>,
     ) {
-        let shadows = Shadows::start(gate, request, (key, id), self.charge.as_ref());
+        let mut shadows = Shadows::new(gate, self.charge.as_ref());
+        // The dry run of several keys has its own path.
+        if gate.is_dry_run() && gate.others.is_empty() {
+            shadows.try_own(gate, request, key, id);
+        }
+        shadows.try_each(gate, request, key, id);
         self.shadows = Some(Box::new(shadows));
     }
 

@@ -19,7 +19,12 @@ pub(super) struct Shadows<D> {
 }
 
 enum Shadow<D> {
-    Pending(Pin<Box<D>>, Question),
+    Pending {
+        future: Pin<Box<D>>,
+        question: Question,
+        /// The caller, in reports: a shadow counts under another key.
+        caller: Key,
+    },
     /// A check over several keys.
     Joint(JointFuture, Box<JointQuestion>),
     Done(Option<Decision>),
@@ -27,8 +32,6 @@ enum Shadow<D> {
 
 /// Handles the replies to these checks.
 struct Reporter {
-    /// The caller.
-    key: Key,
     notifier: Notifier,
     /// The request that settles the charges of these checks. `None` if the layer does not settle.
     charge: Option<RequestCost>,
@@ -45,10 +48,14 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
         let mut all = Poll::Ready(());
         for check in checks {
             let decided = match check {
-                Shadow::Pending(future, question) => future
+                Shadow::Pending {
+                    future,
+                    question,
+                    caller,
+                } => future
                     .as_mut()
                     .poll(cx)
-                    .map(|answer| reporter.report(question, answer)),
+                    .map(|answer| reporter.report(caller, question, answer)),
                 Shadow::Joint(future, question) => Pin::new(future)
                     .poll(cx)
                     .map(|answer| reporter.report_joint(question, answer)),
@@ -64,35 +71,44 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 }
 
 impl<D> Shadows<D> {
-    /// Starts the unenforced checks of an admitted request. Their charges are settled together with
-    /// the request's own.
-    pub(super) fn start<S: Store<Future = D>, R: 'static>(
-        gate: &Gate<S, R>,
-        request: &R,
-        (key, id): (Key, Option<Key>),
-        charge: Option<&RequestCost>,
-    ) -> Self {
-        let mut shadows = Self {
+    /// Without checks. `charge` settles their charges together with the request's own.
+    pub(super) fn new<S, R>(gate: &Gate<S, R>, charge: Option<&RequestCost>) -> Self {
+        Self {
             checks: vec![],
             reporter: Reporter {
-                key,
                 notifier: gate.notifier.clone(),
                 charge: charge.cloned(),
                 slots: vec![],
                 has_ended: false,
             },
-        };
-        // A dry run of several keys is added by `add_joint`.
-        if gate.is_dry_run() && gate.others.is_empty() {
-            // It uses the caller's own key, so enforcement continues its counts.
-            shadows.ask(gate, request, (key, id), &gate.policies);
         }
+    }
+
+    /// Starts the dry run of an admitted request's own policies. It uses the caller's own key, so enforcement continues its
+    /// counts.
+    pub(super) fn try_own<S: Store<Future = D>, R: 'static>(
+        &mut self,
+        gate: &Gate<S, R>,
+        request: &R,
+        caller: Key,
+        id: Option<Key>,
+    ) {
+        self.ask(gate, request, (caller, caller, id), &gate.policies);
+    }
+
+    /// Starts the checks of an admitted request under the layer's shadows.
+    pub(super) fn try_each<S: Store<Future = D>, R: 'static>(
+        &mut self,
+        gate: &Gate<S, R>,
+        request: &R,
+        caller: Key,
+        id: Option<Key>,
+    ) {
         // A separate key: the policy of a shadow may share a name with an enforced one, whose count it must not change.
-        let shadow_key = Key::tuple(&[key, Key::SHADOW]);
+        let counted_by = Key::tuple(&[caller, Key::SHADOW]);
         for selector in &gate.settings.shadows {
-            shadows.ask(gate, request, (shadow_key, id), selector);
+            self.ask(gate, request, (caller, counted_by, id), selector);
         }
-        shadows
     }
 
     /// Sends the check under the policies of this selector, if it selects any.
@@ -100,11 +116,10 @@ impl<D> Shadows<D> {
         &mut self,
         gate: &Gate<S, R>,
         request: &R,
-        (counted_by, id): (Key, Option<Key>),
+        (caller, counted_by, id): (Key, Key, Option<Key>),
         selector: &Selector<R>,
     ) {
-        let key = self.reporter.key;
-        let Some(selected) = selector.find(request, Some(&key)) else {
+        let Some(selected) = selector.find(request, Some(&caller)) else {
             return;
         };
         let Some(policies) = gate.countable(selected) else {
@@ -113,7 +128,7 @@ impl<D> Shadows<D> {
         let check = gate.check(counted_by, &policies, request, id);
         // Only a dry run: a shadow is no limit, so its cost is not what the request has reserved.
         if let Some(charge) = &self.reporter.charge
-            && counted_by == key
+            && counted_by == caller
         {
             charge.charges().set_reserved(check.cost());
         }
@@ -126,8 +141,14 @@ impl<D> Shadows<D> {
             gate.notifier.send(&gate.store, check)
         };
         let shadow = match sent {
-            Answer::Ready { answer } => Shadow::Done(self.reporter.report(&mut question, answer)),
-            Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
+            Answer::Ready { answer } => {
+                Shadow::Done(self.reporter.report(&caller, &mut question, answer))
+            }
+            Answer::Pending { future } => Shadow::Pending {
+                future: Box::pin(future),
+                question,
+                caller,
+            },
         };
         self.checks.push(shadow);
     }
@@ -137,12 +158,11 @@ impl<D> Shadows<D> {
         if let Some(charge) = &self.reporter.charge {
             charge.charges().set_reserved(question.joint.cost());
         }
-        let own = match answer.into_ready() {
+        let shadow = match answer.into_ready() {
             Ok(answer) => Shadow::Done(self.reporter.report_joint(&mut question, answer)),
             Err(future) => Shadow::Joint(future, question),
         };
-        // Before the shadows: their order is that of the decisions.
-        self.checks.insert(0, own);
+        self.checks.push(shadow);
     }
 
     /// Releases the slots: the call has ended.
@@ -155,7 +175,7 @@ impl<D> Shadows<D> {
     pub(super) fn into_decisions(self) -> impl Iterator<Item = Decision> {
         self.checks.into_iter().filter_map(|check| match check {
             Shadow::Done(decision) => decision,
-            Shadow::Pending(..) | Shadow::Joint(..) => None,
+            Shadow::Pending { .. } | Shadow::Joint(..) => None,
         })
     }
 }
@@ -191,14 +211,14 @@ impl Reporter {
 
     fn report(
         &mut self,
+        caller: &Key,
         question: &mut Question,
         answer: Result<Decision, StoreError>,
     ) -> Option<Decision> {
         question.pass_to_slot(&answer);
         let Question { cost, since, .. } = *question;
         if self.notifier.is_notified(answer.as_ref()) {
-            self.notifier
-                .answered(&self.key, cost, since, &answer, true);
+            self.notifier.answered(caller, cost, since, &answer, true);
         }
         let decision = answer.ok()?;
         if !decision.is_allowed() {

@@ -27,15 +27,6 @@ pub(crate) fn is_leasable(check: &Check) -> bool {
     takes && is_plain && lease_time(check.policies()).is_some()
 }
 
-/// Lets no block decide the check, since its charge is settled later.
-#[inline]
-pub(crate) fn without_block(check: Check) -> Check {
-    if lease_time(check.policies()).is_none() {
-        return check;
-    }
-    check.with_extra(Extra::Unleased)
-}
-
 /// Turns a check into the charge of a block. Checks in the queue of a store are dropped by age, but not this one: its time is
 /// that of the lease.
 pub(super) fn of_block(check: Check) -> Check {

@@ -239,17 +239,32 @@ impl Check {
         }
     }
 
-    /// Replaces the mode. Only a [take ahead](Self::take_ahead) keeps its maximum wait.
+    /// Replaces the mode. Only a [take ahead](Self::take_ahead) keeps its maximum wait, and only a take its slot.
     pub(crate) fn with_mode(self, mode: Mode) -> Self {
         let extra = match self.extra.as_deref() {
             Some(Extra::Within(_)) if mode != Mode::TakeAhead => None,
             _ => self.extra,
         };
+        let slot = match mode {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo => self.slot,
+            _ => None,
+        };
         Self {
             mode,
             extra,
+            slot,
             ..self
         }
+    }
+
+    /// Lets no block of a [`Leased`](crate::Leased) store decide the check, since its charge is settled later.
+    #[inline]
+    pub(crate) fn without_block(self) -> Self {
+        let mut each = self.policies.iter();
+        if each.any(|policy| policy.lease().is_none()) {
+            return self;
+        }
+        self.with_extra(Extra::Unleased)
     }
 
     /// Takes the slot that the other parts of a joint check take, or none.

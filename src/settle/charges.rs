@@ -5,12 +5,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
-use super::settled::SettledCost;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::held_slots::Slot;
-use crate::leases::without_block;
-use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision};
+use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision, SettledCost};
 use crate::observe::mistakes::UPGRADE_WITHOUT_COST;
 use crate::util::{instant, lock};
 
@@ -227,7 +225,7 @@ impl RequestCharges {
             let policies = reserved.decision().policies().whole();
             if let Some(policies) = policies.without_in_flight() {
                 let check = Check::take(*reserved.key(), policies, units);
-                checks.push(without_block(check));
+                checks.push(check.without_block());
             }
         }
         checks

@@ -14,7 +14,6 @@
 mod charges;
 mod request_cost;
 mod reservation;
-mod settled;
 
 pub use charges::Settlement;
 pub use request_cost::RequestCost;

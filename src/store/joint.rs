@@ -11,9 +11,9 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use super::{Answer, Store, op_queue};
-use crate::background::PendingOp;
+use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
-use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision, MadeBy, Mode};
+use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision, MadeBy, Mode, SettledCost};
 use crate::util::{instant, polled_after_completion};
 
 /// Resolves to the decision of a [`Store`] on several keys.
@@ -145,12 +145,13 @@ pub(in crate::store) fn one_by_one<S: Store>(store: &S, joint: JointCheck) -> Jo
         let mut taken = 0;
         let mut is_denied = false;
         for part in joint.parts() {
-            let mut check = part.clone();
-            if is_denied {
-                check = check.with_mode(Mode::Peek);
+            let check = if is_denied {
+                part.clone().with_mode(Mode::Peek)
             } else {
                 taken += 1;
-            }
+                // The store may wrap a `Leased` one.
+                part.clone().without_block()
+            };
             let reply = store.check(check).await;
             let has_failed = reply.is_err();
             is_denied |= matches!(&reply, Ok(decision) if !decision.is_allowed());
@@ -264,38 +265,51 @@ fn conclude<S: Store>(
     parts.resize(joint.parts().len(), None);
     let mut decided = parts.iter().flatten();
     let is_denied = decided.any(|decision| !decision.is_allowed());
-    match failure {
-        None if !is_denied => {
-            let records = joint.records();
-            if !records.is_empty() {
-                let ops = op_queue(store.clone(), None);
-                for record in records {
-                    ops.put(PendingOp::of_check(record));
-                }
+    if failure.is_none() && !is_denied {
+        let records = joint.records();
+        if !records.is_empty() {
+            let ops = op_queue(store.clone(), None);
+            for record in records {
+                ops.put(PendingOp::of_check(record));
             }
-            Ok(joint.combine(parts))
         }
+        return Ok(joint.combine(parts));
+    }
+    // Its task keeps it until the store has replied.
+    let ops = op_queue(store.clone(), None);
+    match failure {
         Some(error) if !is_denied => {
-            give_back(store, joint, &parts[..taken], sent_at);
-            Err(error)
+            refund(&ops, joint, &mut parts[..taken], sent_at);
+            let mut decided = joint.parts().iter().zip(&parts);
+            let has_slot = decided.any(|(check, part)| check.slot().is_some() && part.is_some());
+            // The owner of the slots must release them, unless the request passes nevertheless.
+            Err(if has_slot { error.maybe_sent() } else { error })
         }
         // A denial by one key is final, even if the check of another key has failed.
         _ => {
-            give_back(store, joint, &parts[..taken], sent_at);
+            release(&ops, joint, &parts[..taken]);
+            refund(&ops, joint, &mut parts[..taken], sent_at);
             Ok(joint.combine(parts))
         }
     }
 }
 
-/// Refunds and releases what parts have taken. A part without a decision may have taken a slot, and its charge is unknown.
-fn give_back<S: Store>(
-    store: &S,
-    joint: &JointCheck,
-    parts: &[Option<Decision>],
-    sent_at: Instant,
-) {
-    // Its task keeps it until the store has replied.
-    let ops = op_queue(store.clone(), None);
+/// Refunds what parts have charged, and updates their decisions. The charge of a part without a decision is unknown.
+fn refund(ops: &OpQueue, joint: &JointCheck, parts: &mut [Option<Decision>], sent_at: Instant) {
+    for (check, part) in joint.parts().iter().zip(parts) {
+        if let Some(decision) = part.take_if(|decision| decision.is_allowed()) {
+            let cost = check.cost();
+            if cost > 0 {
+                let charge = Charge::new(*check.key(), decision.clone(), cost, sent_at, instant());
+                ops.put(PendingOp::refund(charge, cost));
+            }
+            *part = Some(SettledCost::undo(decision, cost));
+        }
+    }
+}
+
+/// Releases the slots that parts have taken. A part without a decision may have taken one.
+fn release(ops: &OpQueue, joint: &JointCheck, parts: &[Option<Decision>]) {
     for (check, decision) in joint.parts().iter().zip(parts) {
         let has_taken = decision.as_ref().is_none_or(Decision::is_allowed);
         if let (Some(slot), Some(policies)) = (check.slot(), check.policies().in_flight())
@@ -310,13 +324,124 @@ fn give_back<S: Store>(
                 release.repeated()
             });
         }
-        if let Some(decision) = decision
-            && decision.is_allowed()
-            && check.cost() > 0
-        {
-            let cost = check.cost();
-            let charge = Charge::new(*check.key(), decision.clone(), cost, sent_at, instant());
-            ops.put(PendingOp::refund(charge, cost));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use fastrand::Rng;
+    use tokio::time::sleep;
+
+    use super::*;
+    use crate::error::ErrorKind;
+    use crate::limit::{Key, Policies, Policy, Strategy};
+    use crate::store::LocalStore;
+    use crate::util::lock;
+
+    /// Decides each check after a random time, and replies after another one. Some takes are not sent.
+    #[derive(Clone)]
+    struct Distant {
+        counts: LocalStore,
+        rng: Arc<Mutex<Rng>>,
+    }
+
+    impl Store for Distant {
+        type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+        fn check(&self, check: Check) -> Answer<Self::Future> {
+            let mut rng = lock(&self.rng);
+            let before = Duration::from_millis(rng.u64(..20));
+            let after = Duration::from_millis(rng.u64(..20));
+            let is_sent = check.mode() != Mode::Take || rng.u8(..16) > 0;
+            let counts = self.counts.clone();
+            Answer::pending(Box::pin(async move {
+                sleep(before).await;
+                if !is_sent {
+                    return Err(StoreError::new(ErrorKind::Unreachable).not_sent());
+                }
+                let decided = counts.check(check).await;
+                sleep(after).await;
+                decided
+            }))
         }
+    }
+
+    /// Concurrent checks of random keys, in any order, with costs and ids: afterwards each key has counted exactly what was
+    /// granted. So denials, failures and repetitions have charged nothing, and no refund has freed the units of others.
+    #[tokio::test(start_paused = true)]
+    async fn keys_count_exactly_what_was_granted() {
+        let ways: [fn(&Distant, JointCheck) -> JointFuture; 2] = [one_by_one, together];
+        let (mut granted, mut denied, mut failed, mut repeated) = (0, 0, 0, 0);
+        for seed in 0..300 {
+            let mut rng = Rng::with_seed(seed);
+            let store = Distant {
+                counts: LocalStore::default(),
+                rng: Arc::new(Mutex::new(rng.fork())),
+            };
+            let mut lists = vec![];
+            for name in ["user", "org", "region", "all"] {
+                let strategy = *rng.choice(Strategy::ALL).unwrap();
+                let quota = format!("{}/100d", rng.u32(5..60));
+                lists.push(Policies::from(
+                    Policy::new(name, strategy, &*quota).unwrap(),
+                ));
+            }
+            let keys = [0, 1, 2].map(|_| Key::from(rng.u64(..)));
+            let mut checks = vec![];
+            for _ in 0..40 {
+                let mut parts = vec![];
+                for (place, list) in lists.iter().enumerate() {
+                    parts.push(((place, rng.usize(..3)), list));
+                }
+                rng.shuffle(&mut parts);
+                parts.truncate(rng.usize(1..=4));
+                let counted: Vec<(usize, usize)> = parts.iter().map(|(place, _)| *place).collect();
+                let parts = parts.into_iter().map(|((_, key), list)| (keys[key], list));
+                let id = (rng.u8(..4) == 0).then(|| Key::from(rng.u64(..4)));
+                let joint = JointCheck::take(parts, rng.u32(..5)).unwrap();
+                let joint = joint.with_key_as_id(id);
+                let start = Duration::from_millis(rng.u64(..300));
+                let way = ways[(seed % 2) as usize];
+                let store = store.clone();
+                checks.push(async move {
+                    sleep(start).await;
+                    (counted, way(&store, joint).await)
+                });
+            }
+            let mut sums = [[0; 3]; 4];
+            for (counted, decided) in join_all(checks).await {
+                match decided {
+                    Err(_) => failed += 1,
+                    Ok(decided) if decided.decision().is_repeated() => repeated += 1,
+                    Ok(decided) if !decided.decision().is_allowed() => {
+                        denied += 1;
+                        assert_eq!(decided.decision().granted(), 0);
+                    }
+                    Ok(decided) => {
+                        granted += 1;
+                        for (place, key) in counted {
+                            sums[place][key] += decided.decision().granted();
+                        }
+                    }
+                }
+            }
+            // Refunds and ids arrive.
+            sleep(Duration::from_secs(1)).await;
+            for (list, sums) in lists.iter().zip(sums) {
+                for (key, sum) in keys.iter().zip(sums) {
+                    let peek = Check::peek(*key, list, 0);
+                    let used = store.counts.check(peek).await.unwrap().used();
+                    assert_eq!(used, sum, "seed {seed}, {list:?}");
+                }
+            }
+        }
+        let least = denied.min(failed).min(repeated);
+        assert!(
+            granted > 3_000 && least > 60,
+            "{granted} granted, {denied} denied, {failed} failed, {repeated} repeated"
+        );
     }
 }

@@ -210,7 +210,7 @@ async fn other_checks_go_to_the_shared_store() {
         take(0),
         take(5_000),
         take(1).with_id("one"),
-        crate::leases::without_block(take(1)),
+        take(1).without_block(),
         Check::take_ahead(ann(), &policies, 1, LEASE),
         Check::up_to(ann(), &policies, 1),
         Check::peek(ann(), &policies, 1),

@@ -246,7 +246,8 @@ impl Decision {
     /// nothing; [`each`](Self::each) returns the usage under each policy.
     ///
     /// In an outage, the units that other instances may grant count as used. A [cached](Source::Cached) denial
-    /// reports the usage at the time of the denial.
+    /// reports the usage at the time of the denial. If a bucket's quota has changed shortly before an outage, it may report too
+    /// little there, by at most one burst: the instance knows when the count is empty, but not the quota that drains it.
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};

@@ -3,11 +3,12 @@
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::check::{FallbackFuture, GRACES, Partition, SentToPrimary};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, JointCheck, JointDecision, Mode, Source};
+use crate::limit::{Check, Decision, JointCheck, JointDecision, Mode, SettledCost, Source};
 use crate::store::joint::repetition;
 use crate::store::{Answer, JointFuture, Store};
 use crate::util::{NoOutput, Patient, instant, patient};
@@ -82,38 +83,74 @@ impl<P: Store, F: Store> Partition<P, F> {
                 return Ok(repeated);
             }
         }
-        // Peek first, since a grant in doubt is never refunded.
+        // Peek first, since an unsure grant is never refunded.
         let mut looks = vec![];
-        for check in joint.parts() {
-            let look = check.clone().with_mode(Mode::Peek);
-            looks.push(Some(self.decide_locally(look, in_doubt).await?));
-        }
-        if !looks.iter().flatten().all(Decision::is_allowed) {
-            return Ok(joint.combine(looks));
-        }
-        let mut parts = vec![];
         let mut is_denied = false;
         for check in joint.parts() {
+            let look = check.clone().with_mode(Mode::Peek);
+            let mut look = self.decide_locally(look, in_doubt).await?;
+            if !look.is_allowed() {
+                is_denied = true;
+                look = self.deny_locally(check, look, in_doubt).await?;
+            }
+            looks.push(Some(look));
+        }
+        if is_denied {
+            return Ok(joint.combine(looks));
+        }
+        let mut taken = vec![];
+        let mut last = None;
+        for check in joint.parts() {
             let sent_at = instant();
-            let decision = self.decide_locally(check.clone(), in_doubt).await?;
-            // Another thread has taken the rest after the look.
-            is_denied |= !decision.is_allowed();
-            parts.push(Some(decision));
-            if is_denied {
-                for (check, decision) in joint.parts().iter().zip(parts.iter().flatten()) {
-                    if decision.is_allowed() {
-                        self.take_back(check, decision, sent_at.elapsed()).await;
-                    }
+            match self.decide_locally(check.clone(), in_doubt).await {
+                Ok(decision) if decision.is_allowed() => taken.push((decision, sent_at)),
+                // Another thread has taken the rest after the look, or the application's store has failed.
+                reply => {
+                    last = Some(reply);
+                    break;
                 }
-                break;
             }
         }
-        if !is_denied {
+        let mut parts = vec![];
+        let Some(last) = last else {
             for record in joint.records() {
                 let _recorded = self.decide_locally(record, in_doubt).await;
             }
+            for (decision, _) in taken {
+                parts.push(Some(decision));
+            }
+            return Ok(joint.combine(parts));
+        };
+        for (check, (decision, sent_at)) in joint.parts().iter().zip(taken) {
+            self.refund_locally(check, &decision, sent_at).await;
+            // After an error, the owner of the slots releases them.
+            if last.is_ok() {
+                self.release_locally(check).await;
+            }
+            parts.push(Some(SettledCost::undo(decision, check.cost())));
         }
+        parts.push(Some(last.map_err(StoreError::maybe_sent)?));
+        parts.extend(looks.drain(parts.len()..));
         Ok(joint.combine(parts))
+    }
+
+    /// Takes under policies that have denied a look, so that a faster quota becomes the writer of its bucket: a look
+    /// writes nothing. Returns the denial.
+    async fn deny_locally(
+        self: &Arc<Self>,
+        check: &Check,
+        look: Decision,
+        in_doubt: bool,
+    ) -> Result<Decision, StoreError> {
+        let sent_at = instant();
+        let decision = self.decide_locally(check.clone(), in_doubt).await?;
+        if !decision.is_allowed() {
+            return Ok(decision);
+        }
+        // Another thread has made room since the look. The request is denied nevertheless.
+        self.refund_locally(check, &decision, sent_at).await;
+        self.release_locally(check).await;
+        Ok(look)
     }
 
     /// Decides one check in the fallback.
@@ -128,16 +165,23 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Refunds and releases the grant of a key in the fallback. The refund is lost if no account has the grant.
-    async fn take_back(self: &Arc<Self>, check: &Check, decision: &Decision, age: Duration) {
-        let key = *check.key();
-        if let (Some(slot), Some(policies)) = (check.slot(), check.policies().in_flight()) {
-            let _elsewhere = self
-                .decide_locally(Check::release(key, policies, slot), false)
-                .await;
-        }
-        if let Some(refund) = decision.refund(key, check.cost(), age) {
+    /// Refunds the grant of a key in the fallback. The refund is lost if no account has the grant.
+    async fn refund_locally(
+        self: &Arc<Self>,
+        check: &Check,
+        decision: &Decision,
+        sent_at: Instant,
+    ) {
+        if let Some(refund) = decision.refund(*check.key(), check.cost(), sent_at.elapsed()) {
             let _refunded = self.decide_locally(refund, false).await;
+        }
+    }
+
+    /// Releases the slot of a check in the fallback.
+    async fn release_locally(self: &Arc<Self>, check: &Check) {
+        if let (Some(slot), Some(policies)) = (check.slot(), check.policies().in_flight()) {
+            let release = Check::release(*check.key(), policies, slot);
+            let _elsewhere = self.decide_locally(release, false).await;
         }
     }
 }

@@ -22,28 +22,28 @@ use tower_redis_ratelimit::{
 use crate::mocks::*;
 use crate::support::STRATEGIES;
 
-fn list(name: &str, quota: &str) -> Policies {
+pub(super) fn list(name: &str, quota: &str) -> Policies {
     gcra(name, quota).into()
 }
 
-fn by_header(name: &'static str) -> HeaderKey {
+pub(super) fn by_header(name: &'static str) -> HeaderKey {
     HeaderKey::new(name).unwrap().readable()
 }
 
 /// Of each user 3, of each organization 4, and of all 100.
-fn layer_of<S: Store>(store: S) -> RateLimitLayer<S, HeaderKey> {
+pub(super) fn layer_of<S: Store>(store: S) -> RateLimitLayer<S, HeaderKey> {
     RateLimitLayer::new(store, by_header("x-user"), gcra("user", "3/h"))
         .and(by_header("x-org"), gcra("org", "4/h burst 4"))
         .and(Global, gcra("all", "100/m"))
 }
 
-fn of(user: &str, org: &str) -> Request<String> {
+pub(super) fn of(user: &str, org: &str) -> Request<String> {
     let mut request = request(user);
     request.headers_mut().insert("x-org", org.parse().unwrap());
     request
 }
 
-fn remaining<S: Store>(store: &S, key: &str, policies: &Policies) -> u32 {
+pub(super) fn remaining<S: Store>(store: &S, key: &str, policies: &Policies) -> u32 {
     let check = Check::peek(Key::new(key), policies, 0);
     settled(store.check(check)).unwrap().remaining()
 }

@@ -1,4 +1,4 @@
-use crate::limit::{Decision, Policy, Verdict};
+use super::{Decision, MadeBy, Policy, Verdict};
 
 /// The cost of a request, and the reserved cost that it replaces.
 #[derive(Debug, Clone, Copy)]
@@ -17,6 +17,27 @@ impl SettledCost {
         let now = verdicts.at + verdicts.age;
         for (policy, verdict) in decision.policies().iter().zip(&mut verdicts.each) {
             refund(verdict, policy, back, now);
+        }
+        decision.with_verdicts(verdicts)
+    }
+
+    /// Returns the decision on a check of this cost after the refund of its charge and the release of its slot. An
+    /// [unsure](MadeBy::Unsure) charge is never refunded.
+    pub(crate) fn undo(decision: Decision, cost: u32) -> Decision {
+        if decision.made_by() == MadeBy::Unsure {
+            return decision;
+        }
+        let nothing = Self {
+            reserved: cost,
+            cost: 0,
+        };
+        let decision = nothing.update(decision);
+        let mut verdicts = decision.verdicts().clone();
+        for (policy, verdict) in decision.policies().iter().zip(&mut verdicts.each) {
+            if policy.is_in_flight() {
+                let capacity = i64::from(policy.quota().capacity());
+                verdict.remaining = (verdict.remaining + 1).min(capacity);
+            }
         }
         decision.with_verdicts(verdicts)
     }
@@ -103,5 +124,7 @@ mod tests {
             (2, second(30)),
             "still in flight"
         );
+        let undone = SettledCost::undo(settled, 0);
+        assert_eq!(undone.remaining(), 3, "no longer in flight");
     }
 }
