@@ -32,7 +32,7 @@ use tokio::time::Instant;
 
 pub(crate) use self::pending_op::PendingOp;
 
-use self::pending_op::AfterReply;
+use self::pending_op::{AfterReply, Owed};
 use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -280,6 +280,12 @@ impl OpQueue {
     ) {
         let Some(send) = &self.shared.send_joint else {
             return callback(Err(StoreError::new(ErrorKind::NotReady)));
+        };
+        // Until the callback has ended: the grant may be refunded there.
+        let owed = Owed::new(&self.shared.owed);
+        let callback = move |decided| {
+            callback(decided);
+            drop(owed);
         };
         let Some(mut reply) = contain(|| send(joint)) else {
             return callback(Err(panicked()));

@@ -25,7 +25,7 @@ pub(crate) struct PendingOp {
 }
 
 /// Counts an operation until it is dropped.
-struct Owed(Arc<AtomicUsize>);
+pub(super) struct Owed(Arc<AtomicUsize>);
 
 /// The end of an operation, or its next attempt.
 pub(super) enum AfterReply {
@@ -84,8 +84,7 @@ impl PendingOp {
             OpKind::Refund { .. } => true,
         };
         if is_owed {
-            owed.fetch_add(1, Ordering::AcqRel);
-            self.owed = Some(Owed(Arc::clone(owed)));
+            self.owed = Some(Owed::new(owed));
         }
         self
     }
@@ -218,6 +217,13 @@ impl PendingOp {
         if let Some(callback) = self.callback.0.take() {
             callback(result);
         }
+    }
+}
+
+impl Owed {
+    pub(super) fn new(owed: &Arc<AtomicUsize>) -> Self {
+        owed.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(owed))
     }
 }
 

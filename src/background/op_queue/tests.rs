@@ -520,3 +520,32 @@ fn abandoned_refunds_are_reported() {
         (1, Ok(false))
     );
 }
+
+/// A check of several keys is owed until its callback has handled the reply, which may refund the grant.
+#[tokio::test]
+async fn a_joint_reservation_is_owed() {
+    let (answer, reply) = oneshot::channel::<()>();
+    let reply = Mutex::new(Some(reply));
+    let send_joint = move |joint: JointCheck| -> PendingJointReply {
+        let reply = lock(&reply).take();
+        Box::pin(async move {
+            reply.unwrap().await.unwrap();
+            LocalStore::default().check_all(joint).await
+        })
+    };
+    let send_check = |_| SentCheck::Replied(not_sent());
+    let queue = OpQueue::with_joint(send_check, Some(Box::new(send_joint)), None);
+    let list = policies();
+    let joint = JointCheck::take([(Key::GLOBAL, &list)], 1).unwrap();
+    let (done, handled) = oneshot::channel();
+    let own = queue.clone();
+    queue.send_all_now(joint, move |decided| {
+        let _ = done.send((decided.is_ok(), own.owed()));
+    });
+    assert_eq!(queue.owed(), 1);
+    answer.send(()).unwrap();
+    assert_eq!(handled.await.unwrap(), (true, 1));
+    while queue.owed() > 0 {
+        sleep(LINGER).await;
+    }
+}
