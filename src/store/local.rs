@@ -13,8 +13,8 @@ use super::{Answer, Backend, Hooks, JointFuture, Store, Waiters};
 use crate::blocks::Blocks;
 use crate::error::StoreError;
 use crate::limit::{
-    Answered, Check, Decision, Joint, JointCheck, Key, Mode, Policies, Policy, Snapshot, Source,
-    State, Verdict, Verdicts, Writer,
+    Answered, Check, Decision, JointCheck, Key, Mode, Policies, Policy, Snapshot, Source, State,
+    Verdict, Verdicts, Writer,
 };
 use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, bounded_map, lock};
 
@@ -312,8 +312,12 @@ impl LocalStore {
         verdicts
     }
 
-    /// Decides a check of several callers, whose shards are all locked.
-    fn joint_verdicts(&self, check: &Check, joint: &Joint) -> Verdicts {
+    /// As [`verdicts`](Self::verdicts), for the [one check](JointCheck::as_one) of several callers, whose shards are all
+    /// locked.
+    pub(super) fn joint_verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
+        let Some(joint) = check.joint() else {
+            return self.verdicts(check, now);
+        };
         let shards = &self.shared.shards;
         let mut indices = SmallVec::<[usize; 4]>::new();
         for key in joint.keys() {
@@ -328,7 +332,7 @@ impl LocalStore {
         }
         let mut locked: SmallVec<[&mut CountShard; 4]> =
             guards.iter_mut().map(|guard| &mut **guard).collect();
-        let now = self.shared.clock.micros();
+        let now = now();
         let ahead = self.shared.ahead.load(Ordering::Relaxed);
         for shard in &mut locked {
             shard.ahead = ahead;
@@ -401,10 +405,7 @@ impl Store for LocalStore {
         if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
             return JointFuture::ready(Err(error));
         }
-        let verdicts = match check.joint() {
-            Some(callers) => self.joint_verdicts(&check, callers),
-            None => self.verdicts(&check, || self.shared.clock.micros()),
-        };
+        let verdicts = self.joint_verdicts(&check, || self.shared.clock.micros());
         JointFuture::ready(Ok(joint.split(check.answer(verdicts, Source::Local))))
     }
 

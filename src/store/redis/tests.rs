@@ -15,8 +15,9 @@ use super::RedisStore;
 use super::script::writer as wire_writer;
 use crate::error::{ConfigError, ErrorKind};
 use crate::limit::{
-    Align, Calendar, Check, Decision, Extra, Key, Mode, Model, Policies, Policy, PolicyKind, Quota,
-    Refill, SlotId, Source, State, Strategy, strategies,
+    Align, Calendar, Check, Decision, Extra, JointCheck, Key, Mode, Model, Policies, Policy,
+    PolicyKind, Quota, Refill, SlotId, Source, State, Strategy, any_quota, strategies,
+    vary as any_parameters,
 };
 use crate::store::{BoxStore, Counts, Fallback, LocalStore, Store};
 use crate::support::RedisServer;
@@ -85,6 +86,132 @@ async fn several_policies() {
         })
         .collect();
     trace.run(&policies, STEPS).await;
+}
+
+/// Random checks of one to four keys, in any order. Redis and a local store make the same decisions, bit for bit. A check is allowed
+/// exactly if the definition of each of its policies allows it, where only allowed checks were charged.
+#[tokio::test]
+async fn several_keys() {
+    let server = RedisServer::start();
+    let Trace {
+        mut rng,
+        now,
+        redis,
+        ..
+    } = Trace::new(26, &server);
+    let local = LocalStore::default();
+    let (mut granted, mut denied, mut repeated) = (0, 0, 0);
+    for round in 0..150 {
+        let mut lists = vec![];
+        for part in ["user", "org", "region", "all"] {
+            let mut policies = vec![];
+            for number in 0..rng.usize(1..=2) {
+                let strategy = *rng.choice(Strategy::ALL).unwrap();
+                let quota = any_quota(&mut rng, strategy);
+                let strategy = any_parameters(&mut rng, strategy, quota.period());
+                let name = format!("{part}-{number}");
+                policies.push(Policy::new(&name, strategy, quota).unwrap());
+            }
+            lists.push(Policies::new(policies).unwrap());
+        }
+        let has_slots = rng.u8(..4) == 0;
+        if has_slots {
+            lists[3] = Policy::in_flight("jobs", rng.u32(1..20)).unwrap().into();
+        }
+        let mut models: HashMap<(Key, u64), Model> = HashMap::new();
+        let mut last: Option<JointCheck> = None;
+        let mut waits = vec![1];
+        for _ in 0..40 {
+            let mut parts = vec![];
+            for list in &lists {
+                // A key may be in several parts.
+                parts.push((Key::new(format!("{round}-{}", rng.u8(..3))), list));
+            }
+            rng.shuffle(&mut parts);
+            parts.truncate(rng.usize(1..=4));
+            let (_, list) = parts[rng.usize(..parts.len())];
+            let capacity = list[0].quota().capacity();
+            let cost = match rng.u8(..8) {
+                0 => capacity.saturating_add(1),
+                1 => rng.u32(..=capacity),
+                2 | 3 => rng.u32(..=capacity) / 4,
+                4 => 0,
+                _ => 1,
+            };
+            let id = rng.bool().then(|| Key::from(rng.u64(..3)));
+            let mut joint = JointCheck::take(parts, cost).unwrap().with_key_as_id(id);
+            if rng.u8(..4) == 0
+                && let Some(last) = last
+            {
+                // With an id, this is a repetition.
+                joint = last;
+            }
+            last = Some(joint.clone());
+            let cost = joint.cost();
+            let time = now.load(Relaxed);
+            let of_redis = redis.check_all(joint.clone()).await.unwrap();
+            let one = joint.as_one();
+            let verdicts = local.joint_verdicts(&one, || time);
+            let of_local = joint.split(one.answer(verdicts, Source::Redis));
+            let context = format!("round {round}, {joint:?} at {time}");
+            assert_eq!(of_redis.decision(), of_local.decision(), "{context}");
+            assert_eq!(of_redis.parts(), of_local.parts(), "{context}");
+
+            let whole = of_redis.decision();
+            if whole.is_repeated() {
+                repeated += 1;
+                continue;
+            }
+            let mut is_expected = true;
+            for part in joint.parts() {
+                for policy in part.policies() {
+                    if let PolicyKind::Rate(strategy) = policy.kind() {
+                        let model = models
+                            .entry((*part.key(), policy.id()))
+                            .or_insert_with(|| Model::new(strategy, policy.quota()));
+                        is_expected &= model.allows(cost.into(), time.into());
+                    }
+                }
+            }
+            if has_slots {
+                assert!(is_expected || !whole.is_allowed(), "{context}");
+            } else {
+                assert_eq!(whole.is_allowed(), is_expected, "{context}");
+            }
+            if whole.is_allowed() {
+                granted += 1;
+                for part in joint.parts() {
+                    for policy in part.policies() {
+                        if let Some(model) = models.get_mut(&(*part.key(), policy.id()))
+                            && cost > 0
+                        {
+                            model.grants.push((time.into(), cost.into()));
+                        }
+                    }
+                }
+            } else {
+                denied += 1;
+            }
+            for decision in whole.each() {
+                let wait = decision.retry_after().unwrap_or(decision.reset_after());
+                waits.push(wait.as_micros() as i64);
+            }
+            let wait = *rng.choice(&waits).unwrap();
+            let elapsed = [
+                0,
+                1,
+                wait,
+                wait - 1,
+                rng.i64(0..=wait),
+                rng.i64(0..=wait / 8),
+            ];
+            now.fetch_add(elapsed[rng.usize(..6)].max(0), Relaxed);
+        }
+    }
+    assert!(
+        granted.min(denied) > 1_000 && repeated > 50,
+        "{granted} granted, {denied} denied, {repeated} repeated"
+    );
 }
 
 /// A quota may change at any time, and both halves continue the same count: of a bucket to any other one, of a window
