@@ -115,18 +115,24 @@ pub struct StoreError {
 /// Maximum length in bytes of a text in an error: a server may send text of any length.
 const MAX_TEXT: usize = 300;
 
-/// Returns the text, truncated to [`MAX_TEXT`] bytes.
-fn shortened(mut text: String) -> String {
-    if text.len() > MAX_TEXT {
-        let mut end = MAX_TEXT;
-        // `truncate` panics within a character.
-        while !text.is_char_boundary(end) {
-            end -= 1;
+/// Escapes control characters, which might change a terminal or forge a line of a log. Returns at most `most` bytes, and an
+/// ellipsis if there are more.
+pub(crate) fn printable(text: &str, most: usize) -> String {
+    let mut shown = String::new();
+    for c in text.chars() {
+        let length = shown.len();
+        if c.is_control() {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
         }
-        text.truncate(end);
-        text.push('\u{2026}');
+        if shown.len() > most {
+            shown.truncate(length);
+            shown.push('\u{2026}');
+            break;
+        }
     }
-    text
+    shown
 }
 
 /// Creates [`ErrorKind`] from a table of its variants, each with its name and its message: the problem
@@ -269,9 +275,10 @@ impl StoreError {
         }
     }
 
-    /// Creates an error of this kind with this reason, truncated to [`MAX_TEXT`] bytes.
-    pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
-        let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
+    /// Creates an error of this kind with this reason: printable, and truncated to [`MAX_TEXT`] bytes.
+    pub(crate) fn explained(kind: ErrorKind, reason: impl AsRef<str>) -> Self {
+        let cause =
+            Box::<dyn std::error::Error + Send + Sync>::from(printable(reason.as_ref(), MAX_TEXT));
         Self {
             cause: Some(cause.into()),
             ..Self::new(kind)
@@ -315,7 +322,7 @@ impl StoreError {
             return self;
         }
         Self {
-            server: Some(shortened(server.to_string()).into()),
+            server: Some(printable(&server.to_string(), MAX_TEXT).into()),
             ..self
         }
     }

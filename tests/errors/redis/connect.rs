@@ -632,6 +632,19 @@ async fn long_errors_are_cut() {
     );
 }
 
+/// An error of a server may try to change a terminal, or to forge a line of a log.
+#[tokio::test]
+async fn errors_are_printable() {
+    let reply = b"-ERR \x1b[31m\x07\x0bin red\nanother line\r\n".to_vec();
+    let store = RedisStore::builder(hangs_up_after(reply)).timeout(Duration::from_secs(20));
+    let store = store.connect_lazy().unwrap();
+    let error = store.check(check("ann", "10/s")).await.unwrap_err();
+    let text = error.to_string();
+    let shown = "\\u{1b}[31m\\u{7}\\u{b}in red\\nanother line";
+    assert!(text.contains(shown), "{text}");
+    assert!(!text.chars().any(char::is_control), "{text:?}");
+}
+
 /// A take of 1 is granted at most 1.
 #[tokio::test]
 async fn a_grant_above_the_cost_is_invalid() {

@@ -90,7 +90,8 @@ async fn the_line_is_short_and_printable() {
     let text = refused(format!("redis://{address}")).await.to_string();
     let shown = text.split('`').nth(1).unwrap();
     let start = "DENIED \\u{1b}[31m\\u{7}\\u{85}caf\u{e9} xxx";
-    assert!(shown.starts_with(start) && shown.len() == 200, "{shown}");
+    let line = shown.strip_suffix('\u{2026}').unwrap();
+    assert!(line.starts_with(start) && line.len() == 200, "{shown}");
     assert!(!text.chars().any(char::is_control), "{text:?}");
 }
 

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use super::tls;
-use crate::error::{ErrorKind, StoreError};
+use crate::error::{ErrorKind, StoreError, printable};
 use crate::store::redis::script::no_command;
 use crate::util::patient;
 use futures_util::FutureExt;
@@ -117,7 +117,7 @@ pub(super) fn error_of_line(line: &str) -> Option<StoreError> {
     if is_of_login || OF_COMMANDS.iter().any(|words| text.contains(words)) {
         return None;
     }
-    let shown = escaped(line);
+    let shown = printable(line, MAX_LINE);
     if matches!(code, "LOADING" | "MASTERDOWN") {
         let message = format!("the server is not ready (`{shown}`): wait until it is");
         return Some(StoreError::new(ErrorKind::NotReady).with_message(message));
@@ -131,24 +131,6 @@ pub(super) fn error_of_line(line: &str) -> Option<StoreError> {
     };
     let message = format!("the server closes the connection (`{shown}`): {fix}");
     Some(StoreError::new(ErrorKind::Unreachable).with_message(message))
-}
-
-/// Returns a server's line for an error: without control characters, and of at most [`MAX_LINE`] bytes.
-fn escaped(line: &str) -> String {
-    let mut shown = String::new();
-    for c in line.chars() {
-        let length = shown.len();
-        if c.is_control() {
-            shown.extend(c.escape_default());
-        } else {
-            shown.push(c);
-        }
-        if shown.len() > MAX_LINE {
-            shown.truncate(length);
-            break;
-        }
-    }
-    shown
 }
 
 /// Number of graces for a reply: enough for the task that reads it, and for the task that awaits it.
