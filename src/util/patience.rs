@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use pin_project_lite::pin_project;
+use tokio::task::coop::unconstrained;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::instant;
@@ -91,7 +92,8 @@ impl<F: Future> Patient<F> {
         let Some(mut timer) = this.timer.as_pin_mut() else {
             return Poll::Pending;
         };
-        ready!(timer.as_mut().poll(cx));
+        // The future may have used up the budget of this task: data that never end must not end all looks.
+        ready!(Pin::new(&mut unconstrained(timer.as_mut())).poll(cx));
         let now = instant();
         let delay = now.saturating_duration_since(timer.deadline());
         *this.delay += delay;
@@ -132,5 +134,32 @@ impl<F: Future> Future for Patient<F> {
             }
             end = ready!(self.as_mut().poll_look(cx));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::task::consume_budget;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    /// Uses up the budget of its task at each poll.
+    struct Endless;
+
+    impl Future for Endless {
+        type Output = ();
+
+        fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+            while std::pin::pin!(consume_budget()).poll(cx).is_ready() {}
+            Poll::Pending
+        }
+    }
+
+    #[tokio::test]
+    async fn work_without_end_ends_no_look() {
+        let waiting = patient(Duration::from_millis(20), 2, Endless);
+        let ended = timeout(Duration::from_secs(20), waiting).await;
+        assert!(ended.expect("the time is up").is_err());
     }
 }
