@@ -222,7 +222,7 @@ impl RedisStoreBuilder {
     /// longer than 64 KiB or not UTF-8, the last password is used; before the first success, [`connect`](Self::connect) and the
     /// checks fail with [`ErrorKind::Authentication`](crate::store::ErrorKind::Authentication).
     pub fn password_file(mut self, path: impl Into<PathBuf>) -> Self {
-        let source = CredentialSource::File(path.into());
+        let source = CredentialSource::file(path);
         self.servers.set_credentials(|all| &mut all.servers, source);
         self
     }
@@ -230,7 +230,7 @@ impl RedisStoreBuilder {
     /// Like [`password_file`](Self::password_file), for the sentinels: `?sentinel_user=asker&sentinel_password_file=PATH` in a
     /// URL. It is read when the store connects to a sentinel.
     pub fn sentinel_password_file(mut self, path: impl Into<PathBuf>) -> Self {
-        let source = CredentialSource::File(path.into());
+        let source = CredentialSource::file(path);
         self.servers
             .set_credentials(|all| &mut all.sentinels, source);
         self

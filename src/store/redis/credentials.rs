@@ -5,14 +5,16 @@ use std::fs::File;
 use std::future::Future;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
-use tokio::task::spawn_blocking;
+use futures_util::future::{BoxFuture, Shared};
+use tokio::sync::oneshot;
 
 use crate::error::{ErrorKind, StoreError, redacted};
+use crate::util::lock;
 
 type SourceError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -81,8 +83,18 @@ type Closure = dyn Fn() -> BoxFuture<'static, Result<Credentials, SourceError>> 
 pub(super) enum CredentialSource {
     Closure(Arc<Closure>),
     /// A file with the password. The user is that of the URL.
-    File(PathBuf),
+    File(Arc<PasswordFile>),
 }
+
+/// A file on a file system that may hang. So it is read on a separate thread, for which no runtime waits when it shuts
+/// down, and at most one at a time: all calls in the meantime share the read.
+pub(super) struct PasswordFile {
+    path: PathBuf,
+    running: Mutex<Option<PasswordRead>>,
+}
+
+/// Resolves to the password, or to the problem of its file.
+type PasswordRead = Shared<oneshot::Receiver<Result<String, String>>>;
 
 impl CredentialSource {
     pub(super) fn closure<F, Fut>(provider: F) -> Self
@@ -93,20 +105,21 @@ impl CredentialSource {
         Self::Closure(Arc::new(move || provider().boxed()))
     }
 
+    pub(super) fn file(path: impl Into<PathBuf>) -> Self {
+        Self::File(Arc::new(PasswordFile {
+            path: path.into(),
+            running: Mutex::default(),
+        }))
+    }
+
     /// Calls the closure or reads the file. `user` is the user of the file's password.
     pub(super) async fn get(&self, user: &str) -> Result<Credentials, StoreError> {
         let credentials = match self {
             Self::Closure(closure) => closure().await.map_err(failed)?,
-            Self::File(path) => {
-                let path = path.clone();
-                // A network file system may hang, which must not keep a thread of the runtime.
-                let reading = spawn_blocking(move || read_password(&path));
-                match reading.await {
-                    Ok(Ok(password)) => Credentials::new(user, password),
-                    Ok(Err(problem)) => return Err(unreadable(problem)),
-                    Err(error) => return Err(unreadable(error.to_string())),
-                }
-            }
+            Self::File(file) => match file.read().await {
+                Ok(password) => Credentials::new(user, password),
+                Err(problem) => return Err(unreadable(problem)),
+            },
         };
         if credentials.password.is_empty() {
             return Err(failed("the password is empty".into()));
@@ -121,9 +134,9 @@ impl CredentialSource {
                 "the closure of `RedisStoreBuilder::credentials` took longer than three quarters of `connect_timeout` for \
                  the server: make it faster, or raise `connect_timeout`",
             ),
-            Self::File(path) => unreadable(format!(
+            Self::File(file) => unreadable(format!(
                 "the file {} did not open or end in time: use the path of a regular file",
-                shown(path)
+                shown(&file.path)
             )),
         }
     }
@@ -139,7 +152,7 @@ impl fmt::Debug for CredentialSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Closure(_) => f.write_str("closure"),
-            Self::File(path) => f.write_str(&shown(path)),
+            Self::File(file) => f.write_str(&shown(&file.path)),
         }
     }
 }
@@ -154,6 +167,39 @@ fn failed(cause: SourceError) -> StoreError {
 fn unreadable(problem: String) -> StoreError {
     StoreError::explained(ErrorKind::Authentication, problem)
         .with_message("the password of the server cannot be read: ")
+}
+
+impl PasswordFile {
+    async fn read(self: &Arc<Self>) -> Result<String, String> {
+        match self.begin() {
+            Ok(read) => match read.await {
+                Ok(password) => password,
+                Err(error) => Err(error.to_string()),
+            },
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Joins the running read, or starts one.
+    fn begin(self: &Arc<Self>) -> io::Result<PasswordRead> {
+        let mut running = lock(&self.running);
+        if let Some(read) = &*running {
+            return Ok(read.clone());
+        }
+        let (sender, read) = oneshot::channel();
+        let read = read.shared();
+        let file = Arc::clone(self);
+        thread::Builder::new()
+            .name("redis-password".to_owned())
+            .spawn(move || {
+                let password = read_password(&file.path);
+                *lock(&file.running) = None;
+                // Fails if all waiters have been dropped.
+                let _ = sender.send(password);
+            })?;
+        *running = Some(read.clone());
+        Ok(read)
+    }
 }
 
 /// Maximum size of a password file.

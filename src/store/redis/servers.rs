@@ -159,10 +159,10 @@ impl Servers {
                     Err(_) => servers.kind = wrong(WRONG_SHARE),
                 },
                 "password_file" => {
-                    servers.credentials.servers = Some(CredentialSource::File(value.into()));
+                    servers.credentials.servers = Some(CredentialSource::file(value));
                 }
                 "sentinel_password_file" => {
-                    servers.credentials.sentinels = Some(CredentialSource::File(value.into()));
+                    servers.credentials.sentinels = Some(CredentialSource::file(value));
                 }
                 _ => {}
             }

@@ -3,13 +3,21 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+#[cfg(target_os = "linux")]
+use std::process::Command;
+#[cfg(target_os = "linux")]
+use std::sync::mpsc;
+#[cfg(target_os = "linux")]
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use tower_redis_ratelimit::RedisStore;
+#[cfg(target_os = "linux")]
+use tokio::runtime::Builder;
 use tower_redis_ratelimit::store::{
     AnyStore, ErrorKind, RedisStoreBuilder, Store, StoreConfig, StoreKind,
 };
+use tower_redis_ratelimit::{RedisStore, redis};
 
 use crate::support::{RedisServer, assert_helpful, check, until};
 
@@ -157,6 +165,78 @@ async fn a_lost_file_leaves_the_last_password() {
     fs::remove_file(secret.path()).unwrap();
     let _: u32 = server.command("CLIENT KILL USER limiter").await;
     until("it decides", async || decides(&store).await).await;
+}
+
+/// A writer that does not replace the file at once: its half is rejected, and the rest is read within a second or so.
+#[tokio::test]
+async fn a_half_written_file_is_read_again() {
+    let server = server().await;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("password");
+    fs::write(&path, "hunter2-1").unwrap();
+    let store = builder_at(&server, &path).connect().await.unwrap();
+    fs::write(&path, "hunter2").unwrap();
+    look_again().await;
+    until("the half is rejected", async || {
+        let log: Vec<redis::Value> = server.command("ACL LOG").await;
+        !log.is_empty()
+    })
+    .await;
+    fs::write(&path, "hunter2-2").unwrap();
+    let since = Instant::now();
+    until("it decides", async || decides(&store).await).await;
+    println!("back after {:?}", since.elapsed());
+    assert!(since.elapsed() < Duration::from_secs(10));
+}
+
+/// Nothing opens the other end of a pipe. A runtime that shuts down does not wait for it, and a hundred looks keep one
+/// thread.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_file_that_hangs_keeps_one_thread() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("password");
+    let made = Command::new("mkfifo").arg(&path).status().unwrap();
+    assert!(made.success());
+    let servers = format!("redis://127.0.0.1:1/?password_file={}", path.display());
+    let (ended, ends) = mpsc::channel();
+    thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let builder = RedisStore::builder(servers).timeout(Duration::from_millis(20));
+            let builder = builder.connect_timeout(Duration::from_millis(40));
+            let store = builder.connect_lazy().unwrap();
+            until("the file is named", async || {
+                let error = store.check(check("ann", "10/s")).await.unwrap_err();
+                error.to_string().contains("did not open or end in time")
+            })
+            .await;
+            for _ in 0..100 {
+                look_again().await;
+                let _ = store.check(check("ann", "10/s")).await.unwrap_err();
+            }
+        });
+        ended.send(threads_of("redis-password")).unwrap();
+        drop(runtime);
+        ended.send(0).unwrap();
+    });
+    let threads = ends.recv_timeout(PATIENT).unwrap();
+    let runtime_ended = ends.recv_timeout(PATIENT);
+    // Lets the thread end.
+    fs::write(&path, "hunter2").unwrap();
+    assert_eq!(threads, 1);
+    runtime_ended.expect("the runtime waits for the file");
+}
+
+/// Returns the number of threads of this name.
+#[cfg(target_os = "linux")]
+fn threads_of(name: &str) -> usize {
+    let mut threads = 0;
+    for task in fs::read_dir("/proc/self/task").unwrap() {
+        let found = fs::read_to_string(task.unwrap().path().join("comm"));
+        threads += usize::from(found.is_ok_and(|found| found.trim() == name));
+    }
+    threads
 }
 
 #[tokio::test]
