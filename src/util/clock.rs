@@ -2,6 +2,9 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
+/// Longer than anything takes, and short enough to be multiplied and added to any time.
+pub(crate) const FOREVER: Duration = Duration::from_secs(365 * 86_400);
+
 /// Microseconds since the Unix epoch, from a clock that never goes back.
 ///
 /// Reads the wall clock once and then adds the time of Tokio's clock, which tests can pause.

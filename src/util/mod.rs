@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) use bounded_map::{BoundedMap, Hold, MapSlot, Ranked};
-pub(crate) use clock::{Clock, instant, unix_time};
+pub(crate) use clock::{Clock, FOREVER, instant, unix_time};
 pub(crate) use copies::{Copies, OwnCount, own_list};
 pub(crate) use jitter::{jittered, random};
 pub(crate) use once::OnceFlag;

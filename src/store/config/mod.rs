@@ -26,6 +26,7 @@ use super::redis::wrong_url;
 use super::{Fallback, LocalStore, Servers};
 use crate::error::{ConfigError, redacted};
 use crate::observe::log_unset;
+use crate::util::FOREVER;
 
 /// Declares the settings, each with its documentation, type and default: all as fields of
 /// [`StoreConfig`], and those after `redis` also as fields of [`RedisSettings`].
@@ -289,11 +290,12 @@ impl RedisSettings {
     /// The default budget of a connection: a dozen round trips of 150 ms.
     const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-    /// Maximum time to open a connection; never below the timeout.
+    /// Maximum time to open a connection; never below the timeout, unless that is longer than a year.
     pub(super) fn time_to_connect(&self) -> Duration {
         self.connect_timeout
             .unwrap_or(Self::CONNECT_TIMEOUT)
             .max(self.timeout)
+            .min(FOREVER)
     }
 }
 

@@ -135,6 +135,9 @@ pub(super) fn error_of_line(line: &str) -> Option<StoreError> {
 
 /// Number of graces for a reply: enough for the task that reads it, and for the task that awaits it.
 const REPLY: u32 = 2;
+/// Number of graces for a connection, and for each call of the source of its credentials. Few, because their times have room
+/// for delays.
+pub(super) const CONNECT: u32 = 2;
 /// Number of graces for several steps, such as to connect: each step waits for a thread of the runtime.
 pub(crate) const STEPS: u32 = 16;
 

@@ -19,11 +19,11 @@ use redis::{Cmd, ConnectionInfo};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
-use super::errors::STEPS;
+use super::errors::CONNECT;
 use super::greeting::auth;
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::credentials::{CredentialSource, Credentials};
-use crate::util::{instant, lock, patient};
+use crate::util::{FOREVER, instant, lock, patient};
 
 /// Minimum interval between two calls of the source.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
@@ -146,13 +146,7 @@ impl Login {
 
     /// Waits for the end of a call, or for the time of a renewal, which it then begins.
     pub(crate) async fn renew(self: &Arc<Self>, calls: &mut LoginCalls) {
-        let due = {
-            let state = lock(&self.state);
-            match state.running {
-                Some(since) => since.checked_add(self.patience * 2),
-                None => state.renew_at,
-            }
-        };
+        let due = lock(&self.state).due(instant(), self.patience);
         let Some(due) = due else {
             return drop(calls.changed().await);
         };
@@ -184,11 +178,16 @@ impl Login {
         tokio::spawn(running.run(source, user, self.patience));
     }
 
-    /// Records the outcome of a call.
+    /// Records the outcome of a call. Ignores a call that began before the last one that has ended: its runtime may have
+    /// stalled.
     fn returned(&self, began: Instant, outcome: Result<Credentials, StoreError>) {
         let mut state = lock(&self.state);
+        if state.last.as_ref().is_some_and(|last| began < last.began) {
+            return;
+        }
         let known = self.newest.borrow().clone();
         let mut error = None;
+        let mut unreported = None;
         match outcome {
             Ok(credentials) => {
                 (state.renew_at, state.expires_at) = self.times(began, &credentials);
@@ -212,16 +211,20 @@ impl Login {
                 }
                 // Without credentials, each check returns the error.
                 if known.is_some() {
-                    state.unreported = Some(failure.clone());
+                    unreported = state.unreported.replace(failure.clone());
                 }
                 error = Some(failure);
             }
         }
-        state.last = Some(LastCall {
+        let former = state.last.replace(LastCall {
             began,
             ended: instant(),
             error,
         });
+        // Without the lock: an error of the closure may own anything.
+        drop(state);
+        drop(former);
+        drop(unreported);
     }
 
     /// Returns the time of the next call, and the end of the credentials.
@@ -230,6 +233,7 @@ impl Login {
             (CredentialSource::File(_), _) => (began.checked_add(FILE_INTERVAL), None),
             (CredentialSource::Closure(_), None) => (None, None),
             (CredentialSource::Closure(_), Some(validity)) => {
+                let validity = validity.min(FOREVER);
                 let renewal = (validity - validity / 5).max(MIN_INTERVAL);
                 (began.checked_add(renewal), began.checked_add(validity))
             }
@@ -277,11 +281,21 @@ fn rejected() -> StoreError {
 }
 
 impl LoginState {
+    /// Returns the time until which the running call may be awaited, if there is one: a runtime that stalls may keep it for
+    /// longer.
+    fn running_until(&self, now: Instant, patience: Duration) -> Option<Instant> {
+        let until = self.running? + patience * 2;
+        (now < until).then_some(until)
+    }
+
+    /// Returns the time at which a call may be due.
+    fn due(&self, now: Instant, patience: Duration) -> Option<Instant> {
+        self.running_until(now, patience).or(self.renew_at)
+    }
+
     /// Returns `true` if a call begins, and `false` if one is running.
     fn begin(&mut self, now: Instant, patience: Duration) -> bool {
-        if let Some(since) = self.running
-            && now < since + patience * 2
-        {
+        if self.running_until(now, patience).is_some() {
             return false;
         }
         self.running = Some(now);
@@ -298,7 +312,7 @@ struct SourceCall {
 impl SourceCall {
     async fn run(self, source: CredentialSource, user: String, patience: Duration) {
         let calling = AssertUnwindSafe(source.get(&user)).catch_unwind();
-        let outcome = match patient(patience, STEPS, calling).await {
+        let outcome = match patient(patience, CONNECT, calling).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(_)) => Err(CredentialSource::panicked()),
             Err(_) => Err(source.late()),
@@ -373,16 +387,24 @@ impl LoggedIn {
         }
     }
 
+    /// Returns `true` if there are newer credentials.
+    pub(super) fn is_due(&self) -> bool {
+        // First, since it is fast, and each call of a script gets here.
+        if !self.calls.has_changed().unwrap_or(false) {
+            return false;
+        }
+        match &*self.calls.borrow() {
+            Some(newest) => !Arc::ptr_eq(newest, &self.with),
+            None => false,
+        }
+    }
+
     /// Returns the command that sends newer credentials, if there are any.
     pub(super) fn due(&mut self) -> Option<Cmd> {
-        if !self.calls.has_changed().unwrap_or(false) {
+        if !self.is_due() {
             return None;
         }
-        let newest = self.calls.borrow_and_update().clone()?;
-        if Arc::ptr_eq(&newest, &self.with) {
-            return None;
-        }
-        self.with = newest;
+        self.with = self.calls.borrow_and_update().clone()?;
         Some(self.with.command())
     }
 
@@ -468,6 +490,11 @@ mod tests {
         advance(MIN_INTERVAL).await;
         login.credentials().await.unwrap().reject();
         assert_eq!(number(&login).await, 3);
+        let login = counting(Some(Duration::MAX));
+        for _ in 0..2 {
+            assert_eq!(number(&login).await, 1, "they never end");
+            advance(MIN_INTERVAL * 2).await;
+        }
     }
 
     #[tokio::test(start_paused = true)]
@@ -558,6 +585,73 @@ mod tests {
         advance(login.patience * 2).await;
         let number = timeout(TIME, number(&login)).await;
         assert_eq!(number, Ok(1), "another call");
+    }
+
+    /// The upkeep of a pool waits until another call is needed.
+    #[tokio::test(start_paused = true)]
+    async fn a_stalled_call_keeps_no_task_busy() {
+        let login = counting(None);
+        let mut calls = login.calls();
+        assert!(lock(&login.state).begin(instant(), login.patience));
+        login.renew(&mut calls).await;
+        assert!(login.renew(&mut calls).now_or_never().is_none());
+        assert_eq!(number(&login).await, 1, "another call");
+        assert!(login.renew(&mut calls).now_or_never().is_some());
+        assert!(login.renew(&mut calls).now_or_never().is_none());
+    }
+
+    /// Its credentials may have ended since.
+    #[tokio::test(start_paused = true)]
+    async fn a_stalled_call_replaces_no_later_one() {
+        let login = counting(None);
+        let stalled = instant();
+        advance(MIN_INTERVAL).await;
+        assert_eq!(number(&login).await, 1);
+        login.returned(stalled, Ok(Credentials::new("", "0")));
+        assert_eq!(number(&login).await, 1);
+    }
+
+    /// An error of the application. Its drop uses the login.
+    #[derive(Debug)]
+    struct Careless(Weak<Login>);
+
+    impl fmt::Display for Careless {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("careless")
+        }
+    }
+
+    impl std::error::Error for Careless {}
+
+    impl Drop for Careless {
+        fn drop(&mut self) {
+            if let Some(login) = self.0.upgrade() {
+                drop(login.rejection());
+            }
+        }
+    }
+
+    #[test]
+    fn errors_are_dropped_without_the_lock() {
+        let (ended, ends) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            let login = counting(None);
+            let mut began = instant();
+            for number in 0..9 {
+                began += MIN_INTERVAL;
+                let outcome = match number {
+                    0 | 4 => Ok(Credentials::new("", "hunter2")),
+                    _ => {
+                        let cause = Box::new(Careless(Arc::downgrade(&login)));
+                        let kind = ErrorKind::Authentication;
+                        Err(StoreError::with_boxed_source(kind, cause))
+                    }
+                };
+                login.returned(began, outcome);
+            }
+            ended.send(()).unwrap();
+        });
+        ends.recv_timeout(TIME).expect("it deadlocks");
     }
 
     #[tokio::test(start_paused = true)]

@@ -48,6 +48,8 @@ pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAdd
 }
 
 fn system(host: &str) -> io::Result<Vec<SocketAddr>> {
+    #[cfg(test)]
+    tests::hang(host);
     let addresses: Vec<_> = (host, 0).to_socket_addrs()?.collect();
     // An empty list would make redis-rs panic.
     if addresses.is_empty() {
@@ -115,7 +117,38 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
+    use crate::store::{ErrorKind, RedisStore};
     use crate::support::until;
+
+    const HANGS: &str = "hangs.invalid";
+
+    /// As if no name server responded.
+    pub(super) fn hang(host: &str) {
+        if host == HANGS {
+            loop {
+                thread::park();
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_lookup_is_a_part_of_the_time_to_connect() {
+        for (url, text) in [
+            (format!("redis://{HANGS}"), "took longer than"),
+            (format!("redis+cluster://{HANGS}"), ""),
+            (
+                format!("redis+sentinel://{HANGS}/mymaster"),
+                "took longer than",
+            ),
+        ] {
+            let builder = RedisStore::builder(&url).timeout(Duration::from_millis(200));
+            let builder = builder.connect_timeout(Duration::from_millis(400));
+            let connecting = timeout(Duration::from_secs(20), builder.connect());
+            let error = connecting.await.expect("it ends").unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{url}: {error}");
+            assert!(error.to_string().contains(text), "{url}: {error}");
+        }
+    }
 
     /// While no name server responds, waiters that give up must not leave lookups behind.
     #[tokio::test]

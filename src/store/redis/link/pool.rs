@@ -40,7 +40,7 @@ use tokio::sync::watch;
 use tokio::task::coop::{Unconstrained, unconstrained};
 use tokio::time::{Instant, sleep};
 
-use super::errors::{STEPS, connecting_timed_out, error_of, replies_within};
+use super::errors::{CONNECT, STEPS, connecting_timed_out, error_of, replies_within};
 use super::login::LoggedIn;
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::script::Call;
@@ -109,14 +109,18 @@ impl Backoff {
     fn failed(&self, error: StoreError) {
         let mut streak = lock(&self.0);
         streak.failures += 1;
-        streak.last = Some(error);
+        let former = streak.last.replace(error);
         if streak.failures > Self::FREE_FAILURES {
             streak.refused_until = Some(instant() + jittered(Self::SHORTEST, 1.0..2.0));
         }
+        // Without the lock: the error of a closure may own anything.
+        drop(streak);
+        drop(former);
     }
 
     fn worked(&self) {
-        *lock(&self.0) = Streak::default();
+        let former = mem::take(&mut *lock(&self.0));
+        drop(former);
     }
 }
 
@@ -126,9 +130,6 @@ pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(15);
 
 /// A pause in which the runtime receives the events of its sockets.
 const RECEIVES_EVENTS: Duration = Duration::from_millis(1);
-
-/// Number of graces for a connection on a busy runtime. Few, because its time has room for delays.
-const GRACES: u32 = 2;
 
 impl<C: Connect> bb8::ManageConnection for Manager<C> {
     /// Boxed, since it is moved at each checkout.
@@ -140,7 +141,7 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
             return Err(error);
         }
         let connecting = self.to.connect();
-        let connected = match patient(self.times.connect, GRACES, connecting).await {
+        let connected = match patient(self.times.connect, CONNECT, connecting).await {
             Ok(connected) => connected,
             Err(_) => Err(connecting_timed_out()),
         };
@@ -325,9 +326,9 @@ impl<C: Connect> Pool<C> {
     }
 
     /// Discards lost connections, and pings connections that were idle for [`PING_INTERVAL`].
-    pub(crate) async fn ping_idle(&self) {
+    pub(crate) fn ping_idle(&self) {
         for _ in 0..self.connections.state().connections {
-            let Some(mut connection) = self.take_idle().await else {
+            let Some(mut connection) = self.take_idle() else {
                 return;
             };
             if connection.is_closed() {
@@ -343,12 +344,12 @@ impl<C: Connect> Pool<C> {
     /// Sends newer credentials over each idle connection. Other connections send them with their next call.
     pub(crate) async fn log_in_idle(&self) {
         for _ in 0..self.connections.state().connections {
-            let Some(mut connection) = self.take_idle().await else {
+            let Some(mut connection) = self.take_idle() else {
                 return;
             };
             if connection.is_closed() {
                 connection.give_up(StoreError::new(ErrorKind::Unreachable));
-            } else {
+            } else if connection.needs_login() {
                 let timeouts = self.timeouts.load(Ordering::Relaxed);
                 connection.begin_use(timeouts);
                 connection.log_in().await;
@@ -359,7 +360,7 @@ impl<C: Connect> Pool<C> {
     }
 
     /// Returns an idle connection, if there is one.
-    async fn take_idle(&self) -> Option<Checkout<C>> {
+    fn take_idle(&self) -> Option<Checkout<C>> {
         let spare = lock(&self.spare).take();
         if spare.is_some() {
             return spare;
@@ -367,7 +368,8 @@ impl<C: Connect> Pool<C> {
         if self.connections.state().idle_connections == 0 {
             return None;
         }
-        self.connections.get_owned().await.ok()
+        // A check may have taken it since: do not wait, since a connection that becomes the spare one ends no wait.
+        self.connections.get_owned().now_or_never()?.ok()
     }
 
     async fn get(&self) -> Result<Checkout<C>, StoreError> {
@@ -591,6 +593,12 @@ impl Connection {
         reply.is_ok()
     }
 
+    /// Returns `true` if there are newer credentials.
+    fn needs_login(&self) -> bool {
+        let login = self.link.inner.login.as_ref();
+        login.is_some_and(LoggedIn::is_due)
+    }
+
     /// Sends newer credentials, if there are any.
     async fn log_in(&mut self) {
         // The outcome is in `condition`.
@@ -689,7 +697,7 @@ impl Connection {
     ) -> Result<Replies, RedisError> {
         self.condition = Condition::Unanswered;
         let login = self.link.inner.login.as_mut();
-        let login_command = login.and_then(|login| login.due());
+        let login_command = login.and_then(LoggedIn::due);
         let logs_in = login_command.is_some();
         if let Some(command) = login_command {
             commands.insert(0, (false, command));
@@ -892,6 +900,7 @@ async fn drive<T>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
     use std::thread;
 
     use redis::IntoConnectionInfo;
@@ -973,7 +982,7 @@ mod tests {
         time::pause();
         time::advance(PING_INTERVAL).await;
         time::resume();
-        pool.ping_idle().await;
+        pool.ping_idle();
         thread::sleep(Duration::from_millis(200));
         assert_eq!(id().await, first);
     }
@@ -1045,6 +1054,90 @@ mod tests {
         let (user, second) = user_and_id(&pool).await;
         assert_eq!(user, text("a"));
         assert_ne!(first, second);
+    }
+
+    /// A pool whose credentials stay the same.
+    fn with_constant_login(server: &RedisServer) -> Pool<WithLogin> {
+        let source = CredentialSource::closure(|| async { Ok(Credentials::new("", "hunter2")) });
+        let login = Login::new(source, "", PATIENCE);
+        let to = WithLogin {
+            server: server.url().into_connection_info().unwrap(),
+            dialer: Dialer::new(PATIENCE, None, None).with_login(Some(login)),
+        };
+        let times = Times {
+            connect: PATIENCE,
+            ping: PATIENCE,
+        };
+        Pool::new(to, 1, times)
+    }
+
+    async fn rest(time: Duration) {
+        time::pause();
+        time::advance(time).await;
+        time::resume();
+    }
+
+    /// A look at unchanged credentials is no use of a connection.
+    #[tokio::test]
+    async fn unchanged_credentials_leave_pings_as_they_are() {
+        let server = RedisServer::start_with(&["--requirepass", "hunter2"]);
+        let pool = with_constant_login(&server);
+        let pings = async || {
+            let mut connection = pool.checkout(PATIENCE).await.unwrap();
+            let info = redis::cmd("INFO").arg("commandstats").take();
+            let stats = connection.ask(info, PATIENCE).await.unwrap();
+            pool.give_back(connection);
+            format!("{stats:?}").contains("cmdstat_ping:")
+        };
+        assert!(!pings().await);
+        rest(PING_INTERVAL - Duration::from_secs(1)).await;
+        pool.log_in_idle().await;
+        rest(Duration::from_secs(1)).await;
+        pool.ping_idle();
+        assert!(pings().await, "idle for long enough");
+
+        let pool = with_constant_login(&server);
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let reset = redis::cmd("CONFIG").arg("RESETSTAT").take();
+        drop(connection.ask(reset, PATIENCE).await.unwrap());
+        pool.give_back(connection);
+        pool.timeouts.fetch_add(1, Ordering::Relaxed);
+        pool.log_in_idle().await;
+        let mut connection = pool.checkout(PATIENCE).await.unwrap();
+        let info = redis::cmd("INFO").arg("commandstats").take();
+        let stats = format!("{:?}", connection.ask(info, PATIENCE).await.unwrap());
+        assert!(
+            stats.contains("cmdstat_ping:"),
+            "after a timeout of another"
+        );
+    }
+
+    /// A check may take the last idle connection at the same moment.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn upkeep_waits_for_no_connection() {
+        let server = RedisServer::start();
+        let to = InEpoch {
+            server: server.url().into_connection_info().unwrap(),
+            current: Arc::default(),
+        };
+        let times = Times {
+            connect: PATIENCE,
+            ping: PATIENCE,
+        };
+        let pool = Arc::new(Pool::new(to, 1, times));
+        let ends = Arc::new(AtomicBool::new(false));
+        let (checks, stop) = (Arc::clone(&pool), Arc::clone(&ends));
+        let checking = tokio::spawn(async move {
+            while !stop.load(Ordering::Relaxed) {
+                let connection = checks.checkout(PATIENCE).await.unwrap();
+                checks.give_back(connection);
+            }
+        });
+        for _ in 0..20_000 {
+            pool.ping_idle();
+        }
+        ends.store(true, Ordering::Relaxed);
+        checking.await.unwrap();
     }
 
     /// No wake-up is lost, whether it arrives before, during or after the poll.

@@ -536,8 +536,8 @@ impl SharedStore {
         };
         let pool = self.pool(node)?;
         let time = self.settings.time_to_connect();
-        // The connection limits its own time, and reports why it was not opened.
-        match pool.checkout(time.saturating_add(time / 4)).await {
+        // The connection limits its own time, with its graces, and reports why it was not opened.
+        match pool.checkout(time.saturating_add(time / 2)).await {
             Ok(connection) => pool.give_back(connection),
             Err(error) => return Err(self.named(error, Some(node)).not_sent()),
         }
@@ -802,7 +802,7 @@ impl PoolUpkeep {
             let Some(pool) = self.pool.upgrade() else {
                 return;
             };
-            pool.ping_idle().await;
+            pool.ping_idle();
         }
     }
 

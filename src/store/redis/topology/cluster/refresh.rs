@@ -159,8 +159,10 @@ impl Refresher {
             Ok(_) => None,
             Err(error) => Some(error.clone()),
         };
-        state.last = Some((instant(), error));
+        let former = state.last.replace((instant(), error));
+        // Without the lock: the error of a closure may own anything.
         drop(state);
+        drop(former);
         // After the outcome is stored: the woken checks read its error.
         self.ended.notify_waiters();
     }
