@@ -134,13 +134,9 @@ async fn connections_to_sentinels_have_a_name() {
 async fn a_far_master_is_found() {
     const ROUND_TRIP: Duration = Duration::from_millis(240);
     let server = RedisServer::start();
-    let port_of = |url: String| -> u16 {
-        let port = url.trim_end_matches('/').rsplit(':').next();
-        port.unwrap().parse().unwrap()
-    };
-    let master = port_of(far(server.port(), ROUND_TRIP / 2).await);
+    let master = far_port(server.port(), ROUND_TRIP).await;
     let sentinel = Fake::start(master, 1);
-    let sentinel = port_of(far(sentinel.port, ROUND_TRIP / 2).await);
+    let sentinel = far_port(sentinel.port, ROUND_TRIP).await;
     // Above the two round trips of a script's first call: after a timeout, each connection is pinged.
     let redis = RedisStore::builder(url(&[sentinel])).timeout(ROUND_TRIP * 3);
     let redis = redis.connect_timeout(PATIENT).connect_lazy().unwrap();
@@ -155,6 +151,31 @@ async fn a_far_master_is_found() {
     for _ in 0..3 {
         assert_eq!(source().await, Source::Redis);
     }
+}
+
+/// Returns the port of a proxy at this distance to a server.
+async fn far_port(port: u16, round_trip: Duration) -> u16 {
+    let url = far(port, round_trip / 2).await;
+    let port = url.trim_end_matches('/').rsplit(':').next();
+    port.unwrap().parse().unwrap()
+}
+
+/// The watch waits for a distant sentinel for as long as a connection does.
+#[tokio::test]
+async fn a_far_sentinel_reports_a_failover() {
+    const ROUND_TRIP: Duration = Duration::from_millis(400);
+    let (former, server) = (RedisServer::start(), RedisServer::start());
+    let sentinel = Fake::start(former.port(), 1);
+    let port = far_port(sentinel.port, ROUND_TRIP).await;
+    let builder = RedisStore::builder(url(&[port])).timeout(PATIENT);
+    let store = builder.connect_timeout(PATIENT).connect().await.unwrap();
+    take(&store).await;
+    sentinel.set_master(server.port(), 2);
+    until("the store goes to the new one", async || {
+        take(&store).await;
+        has_counted(&server).await
+    })
+    .await;
 }
 
 #[tokio::test]

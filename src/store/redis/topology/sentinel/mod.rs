@@ -295,9 +295,9 @@ impl Sentinels {
             let connection = &mut connections[turn];
             // Connecting takes several round trips.
             let patience = if connection.is_some() {
-                WATCH
+                WATCH.max(this.patience() / 2)
             } else {
-                2 * WATCH
+                (2 * WATCH).max(this.patience())
             };
             let report = timeout(patience, this.ask(connection, &this.sentinels[turn])).await;
             let Ok(Ok(master)) = report else { continue };
