@@ -13,6 +13,7 @@ use tower_redis_ratelimit::{RedisStore, Strategy};
 
 use super::moves::neighbors;
 use crate::nodes::Cluster;
+use crate::proxy::{Mode, Proxy};
 use crate::support::{assert_helpful, check, free_port, policy, until};
 
 const PATIENT: Duration = Duration::from_secs(20);
@@ -72,6 +73,28 @@ async fn a_map_reaches_the_nodes() {
     assert_decides(&cluster, &AnyStore::from_config(&config).unwrap()).await;
 }
 
+/// While the address in the URL is down, only announced ones lead to the map of slots.
+#[tokio::test]
+async fn the_slots_are_queried_through_the_map() {
+    let (cluster, ports) = behind_a_nat().await;
+    let proxy = Proxy::start(cluster.nodes[0].server.port(), Mode::Pass);
+    let seed = proxy.url().replace("redis:", "redis+cluster:");
+    let store = RedisStore::builder(seed).timeout(PATIENT);
+    let store = store.address_map(move |host, port| Some((host.to_owned(), *ports.get(&port)?)));
+    let store = store.connect().await.unwrap();
+    proxy.set(Mode::Refuse);
+    let policies = policy(Strategy::Gcra, "1000/h");
+    let (slot, callers) = neighbors(&cluster, &store, &policies).await;
+    let take = async || store.check(Check::take(callers[0], &policies, 1)).await;
+    assert!(take().await.unwrap().is_allowed());
+    move_to_next(&cluster, slot).await;
+    // Redis 6.2 counts all subcommands together.
+    let queries = async || cluster.calls("cluster|slots").await + cluster.calls("cluster").await;
+    let before = queries().await;
+    assert!(take().await.unwrap().is_allowed());
+    until("a node is queried", async || queries().await > before).await;
+}
+
 /// `MOVED` and `ASK` name announced addresses too.
 #[tokio::test]
 async fn redirects_go_through_the_map() {
@@ -98,6 +121,18 @@ async fn redirects_go_through_the_map() {
         (keys(&cluster, from).await, keys(&cluster, to).await),
         (0, 1)
     );
+}
+
+/// Moves this slot, which has the only count of the cluster, to the next node.
+async fn move_to_next(cluster: &Cluster, slot: u16) {
+    let mut from = 0;
+    while keys(cluster, from).await == 0 {
+        from += 1;
+    }
+    let to = (from + 1) % 3;
+    cluster.begin_move(slot, from, to).await;
+    while cluster.move_keys(slot, from, to, 10).await > 0 {}
+    cluster.end_move(slot, from, to).await;
 }
 
 /// Returns the number of counts on a node.
