@@ -42,7 +42,7 @@ pub(super) struct NodeQueue {
     giving_back: HashSet<Key, RandomState>,
     /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
     pub(super) idle: Vec<oneshot::Sender<Worker>>,
-    /// Time at which a worker has last taken checks that [may be delayed](may_be_delayed).
+    /// Time at which a worker has last taken checks that [may be delayed](may_be_delayed), or has received their replies.
     sent_at: Option<Instant>,
     /// Whether a timer will start a worker for such checks.
     has_timer: bool,
@@ -90,6 +90,10 @@ impl NodeQueue {
         to: &mut Vec<Job>,
     ) -> Option<usize> {
         // First, since the last batch of this worker has been answered.
+        if !callers.is_empty() {
+            // The requests that its batch has admitted will end soon too, so what they give back shares a call.
+            self.sent_at = Some(now);
+        }
         self.let_go(callers);
         if self.waits_for_others(max, now) {
             // The worker ends, and the timer starts another one for them.
