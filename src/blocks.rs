@@ -108,12 +108,14 @@ impl Blocks {
         }))
     }
 
-    /// Returns the rest of the caller's block. `None` if the caller is not blocked.
+    /// Returns `true` if no caller is blocked.
     #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.count.load(Ordering::Acquire) == 0
+    }
+
+    /// Returns the rest of the caller's block. `None` if the caller is not blocked.
     pub(crate) fn rest(&self, policy: &str, key: &Key) -> Option<Duration> {
-        if self.0.count.load(Ordering::Acquire) == 0 {
-            return None;
-        }
         self.rest_of(&caller(policy, key))
     }
 

@@ -30,6 +30,7 @@ mod config {
         mod errors;
         mod read;
         mod round_trips;
+        mod sold;
         mod tiers;
     }
 }

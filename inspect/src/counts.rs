@@ -43,6 +43,7 @@ struct Row {
     span: String,
     quota: String,
     capacity: u32,
+    used: u32,
     remaining: u32,
     /// Seconds until the next request passes, or `None` if it passes now.
     denied_for: Option<f64>,
@@ -348,6 +349,7 @@ impl Counts {
             span,
             quota: decision.policy().quota().to_string(),
             capacity: decision.capacity(),
+            used: decision.used(),
             remaining: decision.remaining(),
             denied_for: decision.retry_after().map(|wait| wait.as_secs_f64()),
             reset_after: decision.reset_after().as_secs_f64(),
@@ -623,6 +625,7 @@ mod tests {
             span: String::new(),
             quota: String::new(),
             capacity: 0,
+            used: 0,
             // Far from the order of the keys.
             remaining: number.wrapping_mul(0x9e37_79b1),
             denied_for: None,

@@ -31,8 +31,9 @@ use http::{Request, Response};
 use serde_json::Value;
 use tempfile::TempDir;
 use tower::{Layer, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::check::{Check, Decision, Source};
 use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::select::{Tier, Tiers};
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
 use tower_redis_ratelimit::{Key, Limiter, Policies, Policy, RateLimitLayer, Strategy};
 
@@ -439,6 +440,89 @@ async fn a_monthly_plan_is_shown() {
     let note = "the limit of `plan fixed-window month` is not in Redis: use --settings FILE, or --policy \
                 'plan fixed-window(CALENDAR) LIMIT/PERIOD'\n";
     assert!(unknown.ends_with(note), "{unknown}");
+}
+
+/// Settings may name a zone of the IANA database.
+#[tokio::test]
+async fn a_plan_of_a_named_zone_is_shown() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let days = "fixed-window(day, +01:00)".parse().unwrap();
+    let plan = Policy::new("plan", days, "9/d").unwrap();
+    service.take(Key::new("ann"), &plan, 4).await;
+    let (_dir, file) = file(&format!(
+        r#"
+        store = {{ url = "{}", prefix = "shop" }}
+        plan = {{ name = "plan", strategy = "fixed-window(day, Europe/Berlin)", quota = "9/d" }}
+        "#,
+        server.url()
+    ));
+    let caller = run("", &["caller", "ann", "--settings", &file]).unwrap();
+    assert!(caller.contains(" 5 of 9 "), "{caller}");
+}
+
+/// A page of a caller's usage has the numbers of `inspect caller`. The layer and the page are those of `examples/gateway.rs`.
+#[tokio::test]
+async fn a_usage_page_shows_the_same() {
+    let server = RedisServer::start();
+    let store = format!(
+        "[store]\nurl = \"{}\"\nkind = \"redis\"\ntimeout = \"20s\"",
+        server.url()
+    );
+    let text = include_str!("../../examples/gateway.toml").replace("[store]", &store);
+    // So slow that nothing drains during the test.
+    let text = text.replace("50/min", "50/d");
+    let (_dir, file) = file(&text);
+    let settings: toml::Table = text.parse().unwrap();
+    let config: StoreConfig = settings["store"].clone().try_into().unwrap();
+    let store = AnyStore::from_config(&config).unwrap();
+    let limits: Tiers = settings["limits"].clone().try_into().unwrap();
+    let by_user = HeaderKey::new("x-user").unwrap().readable();
+    let layer =
+        RateLimitLayer::new(store, by_user, limits).cost(|request| match request.uri.path() {
+            "/report" => 10,
+            "/usage" => 0,
+            _ => 1,
+        });
+    let service = layer.layer(service_fn(async |request: Request<String>| {
+        let decision = request.extensions().get::<Decision>().unwrap();
+        let mut page = String::new();
+        for each in decision.each() {
+            let (used, of) = (each.used(), each.capacity());
+            page += &format!("{}: {used} of {of}\n", each.policy().name());
+        }
+        Ok::<_, Infallible>(Response::new(page))
+    }));
+    let get = async |user: &'static str, path: &str| {
+        let request = Request::get(path).header("x-user", user);
+        let request = request.extension(Tier::new("pro"));
+        let request = request.body(String::new()).unwrap();
+        let response = service.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.status(), 200);
+        response.into_body()
+    };
+    for user in ["carol", "bob"] {
+        for path in ["/", "/report", "/"] {
+            get(user, path).await;
+        }
+    }
+    let inspected = |user: &str| {
+        let json = run("", &["caller", user, "--json", "--settings", &file]).unwrap();
+        let rows: Vec<Value> = serde_json::from_str(&json).unwrap();
+        let mut page = String::new();
+        for row in rows {
+            let policy = row["policy"].as_str().unwrap();
+            page += &format!("{policy}: {} of {}\n", row["used"], row["capacity"]);
+        }
+        page
+    };
+    let carol = get("carol", "/usage").await;
+    assert_eq!(carol, "carol: 12 of 50\n");
+    assert_eq!(inspected("carol"), carol);
+    let daily = "pro-daily: 12 of 100000\n";
+    for page in [get("bob", "/usage").await, inspected("bob")] {
+        assert!(page.contains(daily), "{page}");
+    }
 }
 
 #[tokio::test]

@@ -249,6 +249,7 @@ impl JointCheck {
         let mut lists = SmallVec::<[&Policies; 2]>::new();
         let mut all = Verdicts::new(0, SmallVec::new());
         all.age = i64::MAX;
+        let mut calendar_micros = None;
         let mut is_local = false;
         for decision in parts.iter().flatten() {
             let verdicts = decision.verdicts();
@@ -257,7 +258,11 @@ impl JointCheck {
             all.granted = all.granted.max(verdicts.granted);
             all.at = all.at.max(verdicts.at);
             all.age = all.age.min(verdicts.age);
+            calendar_micros = calendar_micros.max(verdicts.calendar_micros());
             is_local |= decision.source() == Source::Local;
+        }
+        if let Some(micros) = calendar_micros {
+            all.ahead = micros - all.at - all.age;
         }
         if !all.is_allowed() {
             all.granted = 0;

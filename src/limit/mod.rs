@@ -23,7 +23,6 @@ mod policies;
 mod policy;
 mod quota;
 mod rate_limited;
-mod settled_cost;
 mod span;
 mod strategy;
 mod words;
@@ -52,7 +51,6 @@ pub(crate) use joint::Joint;
 pub(crate) use key::IsKey;
 pub(crate) use key_forms::KeyForms;
 pub(crate) use policy::{PolicyKind, is_name};
-pub(crate) use settled_cost::SettledCost;
 #[cfg(test)]
 pub(crate) use span::examples as span_examples;
 pub(crate) use strategy::{Frees, Snapshot, State, Writer, strategies};

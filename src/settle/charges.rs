@@ -8,8 +8,9 @@ use smallvec::SmallVec;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::held_slots::Slot;
-use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision, SettledCost};
+use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision};
 use crate::observe::mistakes::UPGRADE_WITHOUT_COST;
+use crate::store::SettledCost;
 use crate::util::{instant, lock};
 
 /// The charges of one request. Dropping it settles them.

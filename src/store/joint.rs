@@ -10,10 +10,10 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::time::Instant;
 
-use super::{Answer, Store, op_queue};
+use super::{Answer, SettledCost, Store, op_queue};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
-use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision, MadeBy, Mode, SettledCost};
+use crate::limit::{Charge, Check, Decision, JointCheck, JointDecision, MadeBy, Mode};
 use crate::util::{instant, polled_after_completion};
 
 /// Resolves to the decision of a [`Store`] on several keys.

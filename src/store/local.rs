@@ -188,13 +188,9 @@ impl LocalCount {
                 // all instances do not exceed the whole.
                 let part = (i128::from(used) * i128::from(ours) + i128::from(whole) - 1)
                     / i128::from(whole);
-                let until = match policy.params().calendar {
-                    Some(_) => until + ahead,
-                    None => until,
-                };
                 let snapshot = Snapshot {
                     used: part as i64,
-                    until,
+                    until: policy.params().time(until, ahead),
                     writer,
                 };
                 State::resume(policy.kind(), policy.params(), now, snapshot)
@@ -309,6 +305,7 @@ impl LocalStore {
             }
         };
         verdicts.at = now - verdicts.age;
+        verdicts.ahead = shard.ahead;
         verdicts
     }
 
@@ -364,6 +361,7 @@ impl LocalStore {
             }
         };
         verdicts.at = now - verdicts.age;
+        verdicts.ahead = ahead;
         verdicts
     }
 }
@@ -442,10 +440,11 @@ fn time_for_calendars(decision: &Decision) -> Option<i64> {
     let verdicts = decision.verdicts();
     let mut policies = decision.policies().iter();
     let has_calendar = policies.any(|policy| policy.params().calendar.is_some());
-    if has_calendar && decision.source() == Source::Redis && verdicts.at > 0 {
-        return Some(verdicts.at + verdicts.age);
+    if has_calendar && decision.source() == Source::Redis {
+        verdicts.calendar_micros()
+    } else {
+        None
     }
-    None
 }
 
 impl CountShard {

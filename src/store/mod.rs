@@ -20,6 +20,7 @@ mod local;
 mod mock;
 mod probe;
 mod redis;
+mod settled_cost;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -48,6 +49,7 @@ pub use crate::waiters::Waiters;
 pub(crate) use backend::{BlocksSent, Hooks, Unreconciled, Withdraw};
 pub(crate) use debt::charge_debt_of;
 pub(crate) use flush::flush;
+pub(crate) use settled_cost::{SettledCost, rest_of_window};
 
 use crate::background::{OpQueue, PendingJointReply, SentCheck};
 use crate::limit::{Check, Decision, JointCheck};

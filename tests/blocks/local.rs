@@ -1,12 +1,14 @@
 //! Blocks in this process, on a paused clock.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use http::Request;
 use http::request::Parts;
-use tokio::time::{advance, sleep};
+use tokio::time::{advance, sleep, timeout};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, RateLimited, Source};
 use tower_redis_ratelimit::extract::{HeaderKey, key_fn};
@@ -125,6 +127,72 @@ async fn only_denials_of_enforced_takes_are_strikes() {
     assert_eq!(mock.asked().len(), 2, "no strike was sent");
 }
 
+/// A part of the cost, a repeated id and a waiter that has left, before a denial that is one.
+#[tokio::test(start_paused = true)]
+async fn only_a_denied_call_is_a_strike() {
+    let limiter = Limiter::new(LocalStore::default(), gcra("api", "2/h"))
+        .block_after("1/min", MINUTE)
+        .unwrap();
+    let ann = Key::new("ann");
+    let source = async || limiter.peek(ann, 0).await.unwrap().source();
+    let first = limiter.take_with_id(ann, 1, "7").await.unwrap();
+    assert!(first.is_allowed());
+    assert_eq!(limiter.up_to(ann, 5).await.unwrap().granted(), 1);
+    let repeated = limiter.take_with_id(ann, 1, "7").await.unwrap();
+    assert!(repeated.is_allowed());
+    let left = timeout(MINUTE / 60, limiter.wait(ann, 1, 60 * MINUTE)).await;
+    assert!(left.is_err(), "the waiter leaves");
+    sleep(COUNTED).await;
+    assert_eq!(source().await, Source::Local);
+    assert!(!limiter.up_to(ann, 5).await.unwrap().is_allowed());
+    sleep(COUNTED).await;
+    assert_eq!(source().await, Source::Blocked);
+}
+
+/// A block does not end what has begun: a waiting request, and one in flight.
+#[tokio::test(start_paused = true)]
+async fn a_block_ends_nothing_that_has_begun() {
+    let limiter = Limiter::new(LocalStore::default(), gcra("api", "1/s")).with_blocks();
+    let ann = Key::new("ann");
+    let reserved = limiter.reserve(ann, 1).await.unwrap();
+    let waiting = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.wait(ann, 1, MINUTE).await.unwrap() }
+    });
+    sleep(MINUTE / 600).await;
+    limiter.block(ann, MINUTE).await.unwrap();
+    let waited = waiting.await.unwrap();
+    assert!(waited.is_allowed(), "{waited:?}");
+    reserved.settle(3);
+    limiter.flush().await;
+    limiter.unblock(ann).await.unwrap();
+    let settled = limiter.peek(ann, 1).await.unwrap();
+    assert!(settled.retry_after().unwrap() > MINUTE / 60, "{settled:?}");
+}
+
+/// Beyond the callers whose strikes are added up, each strike is sent.
+#[tokio::test(start_paused = true)]
+async fn a_flood_of_callers_is_bounded() {
+    let mock = MockStore::new();
+    mock.deny(MINUTE);
+    let limiter = Limiter::new(mock.clone(), gcra("api", "1/s"));
+    let limiter = limiter.block_after("20/min", MINUTE).unwrap();
+    for number in 0..10_007_u64 {
+        let _ = limiter.take(Key::from(number), 1).await.unwrap();
+    }
+    let charges = || {
+        let asked = mock.asked().into_iter();
+        asked
+            .filter(|check| check.policies()[0].quota().limit() == 20)
+            .count()
+    };
+    sleep(COUNTED / 3).await;
+    assert_eq!(charges(), 7);
+    sleep(COUNTED).await;
+    assert!(mock.flush().await);
+    assert_eq!(charges(), 10_007);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_full_queue_is_no_strike() {
     let one = NonZeroUsize::MIN;
@@ -176,6 +244,10 @@ async fn a_limiter_blocks_and_unblocks() {
     assert_eq!(waited.source(), Source::Blocked, "it does not wait");
     limiter.unblock(ann).await.unwrap();
     assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
+    let (eve, day) = (Key::new("eve"), 24 * 60 * MINUTE);
+    limiter.block(eve, 1_000 * day).await.unwrap();
+    let longest = limiter.take(eve, 1).await.unwrap().retry_after();
+    assert_eq!(longest, Some(366 * day), "a year at most");
 
     // The strikes end with the block.
     for _ in 0..3 {
@@ -255,6 +327,59 @@ async fn another_key_is_blocked() {
     sleep(COUNTED).await;
     let denied = send(&service, request("ann")).await;
     assert_eq!(decision(&denied).unwrap().source(), Source::Local);
+}
+
+/// Without a block, no request pays for the second key.
+#[tokio::test(start_paused = true)]
+async fn another_key_is_extracted_only_for_blocks() {
+    let extracted = Arc::new(AtomicUsize::new(0));
+    let by_address = {
+        let extracted = Arc::clone(&extracted);
+        key_fn(move |_| {
+            extracted.fetch_add(1, Ordering::Relaxed);
+            Some(Key::GLOBAL)
+        })
+    };
+    let layer = layer("5/min").block_after_by(by_address, "1/min", 10 * MINUTE);
+    let service = limited(layer.unwrap());
+    let statuses_of_ann = statuses(&service, "ann", 6).await;
+    assert_eq!(statuses_of_ann, [200, 200, 200, 200, 200, 429]);
+    assert_eq!(extracted.load(Ordering::Relaxed), 1, "of the denial");
+    sleep(COUNTED).await;
+    assert_eq!(
+        statuses(&service, "bob", 1).await,
+        [429],
+        "by the same address"
+    );
+    assert_eq!(extracted.load(Ordering::Relaxed), 2);
+}
+
+/// Somebody types the name of ann at a login form until the denials block. By the name, ann herself is blocked then.
+#[tokio::test(start_paused = true)]
+async fn a_typed_name_blocks_no_other_client() {
+    let by_address = key_fn(|request| request.headers.get("x-address").map(Key::new));
+    let by_name = layer("1/min").block_after("3/min", 10 * MINUTE).unwrap();
+    let by_address = layer("1/min")
+        .block_after_by(by_address, "3/min", 10 * MINUTE)
+        .unwrap();
+    for (layer, status_of_ann) in [(by_name, 429), (by_address, 200)] {
+        let service = limited(layer);
+        let from = async |address: &'static str| {
+            let mut request = request("ann");
+            request
+                .headers_mut()
+                .insert("x-address", address.parse().unwrap());
+            send(&service, request).await
+        };
+        for _ in 0..4 {
+            from("evil").await;
+        }
+        // Her quota is refilled.
+        sleep(MINUTE).await;
+        let evil = from("evil").await;
+        assert_eq!(decision(&evil).unwrap().source(), Source::Blocked);
+        assert_eq!(from("good").await.status(), status_of_ann);
+    }
 }
 
 #[tokio::test(start_paused = true)]

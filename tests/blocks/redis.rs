@@ -45,6 +45,21 @@ async fn until_unblocked<S: Store>(limiter: &Limiter<S>, key: Key) {
     .await;
 }
 
+/// Returns the strikes of ann that Redis counts, and their key. `None` without any.
+async fn strikes_in(store: &RedisStore, rule: &str) -> Option<(Key, u32)> {
+    let counted = policy(rule).into();
+    let mut scan = store.scan();
+    while let Some(counts) = scan.next().await.unwrap() {
+        for count in counts {
+            if count.key.reveal() == "ann,~hit" {
+                let peek = Check::peek(count.key, &counted, 0);
+                return Some((count.key, store.check(peek).await.unwrap().used()));
+            }
+        }
+    }
+    None
+}
+
 /// Denials in memory included, each of 10,000 denials over three instances is one strike.
 #[tokio::test]
 async fn a_flood_is_counted_exactly() {
@@ -68,25 +83,9 @@ async fn a_flood_is_counted_exactly() {
     }
     assert_eq!(denied, 10_000);
 
-    let store = &instances[0].0;
-    let counted = Policy::new("api", Strategy::SlidingLog, strikes)
-        .unwrap()
-        .into();
-    let count = async || {
-        let mut scan = store.scan();
-        let mut used = 0;
-        while let Some(counts) = scan.next().await.unwrap() {
-            for count in counts {
-                if count.key.reveal() == "ann,~hit" {
-                    used = store
-                        .check(Check::peek(count.key, &counted, 0))
-                        .await
-                        .unwrap()
-                        .used();
-                }
-            }
-        }
-        used
+    let count = async || match strikes_in(&instances[0].0, strikes).await {
+        Some((_, strikes)) => strikes,
+        None => 0,
     };
     until("all strikes are counted", async || count().await >= 10_000).await;
     for (store, _) in &instances {
@@ -95,6 +94,87 @@ async fn a_flood_is_counted_exactly() {
     assert_eq!(count().await, 10_000, "none twice");
     // A caller without a block has no key for it.
     assert_eq!(server.command::<u64>("EXISTS rl:blocks").await, 0);
+}
+
+/// A third of 10,000 denials over three instances falls into an outage. Each is one strike.
+#[tokio::test]
+async fn an_outage_loses_no_strike() {
+    let strikes = "20000/h";
+    let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
+    let long = Duration::from_secs(20);
+    let redis = || {
+        let redis = RedisStore::builder(server.url()).timeout(2 * long);
+        redis.connect_lazy().unwrap()
+    };
+    let reader = redis();
+    let mut instances = vec![];
+    for _ in 0..3 {
+        let store = Fallback::builder(redis(), LocalStore::default());
+        let store = store.deadline(long).build();
+        let limiter = Limiter::new(store.clone(), policy("1/d"));
+        instances.push((store, limiter.block_after(strikes, HOUR).unwrap()));
+    }
+    let flood = async |rounds| {
+        let mut denied = 0;
+        for _ in 0..rounds {
+            let takes = instances.iter().map(|(_, limiter)| limiter.take(ann(), 1));
+            for decision in join_all(takes).await {
+                denied += u32::from(!decision.unwrap().is_allowed());
+            }
+        }
+        denied
+    };
+    let until_counted = async |expected| {
+        until("the strikes are counted", async || {
+            let counted = strikes_in(&reader, strikes).await;
+            counted.is_some_and(|(_, counted)| counted >= expected)
+        })
+        .await;
+    };
+    // One of the first takes is granted.
+    let before = flood(1_112).await;
+    assert_eq!(before, 3 * 1_112 - 1);
+    until_counted(before).await;
+    let (hits, _) = strikes_in(&reader, strikes).await.unwrap();
+
+    server.kill();
+    let in_memory = async |store: &Fallback<_, _>| {
+        let peek = Check::peek(hits, &policy(strikes).into(), 0);
+        let counted = store.check(peek).await.unwrap();
+        assert_eq!(counted.source(), Source::Local);
+        counted.used()
+    };
+    let mut known = vec![];
+    for (store, _) in &instances {
+        until("the breaker is open", async || {
+            let _ = in_memory(store).await;
+            store.is_degraded()
+        })
+        .await;
+        known.push(in_memory(store).await);
+    }
+    let during = flood(1_111).await;
+    assert_eq!(during, 3 * 1_111);
+    for ((store, _), known) in instances.iter().zip(known) {
+        until("the strikes are counted in memory", async || {
+            in_memory(store).await >= known + 1_111
+        })
+        .await;
+    }
+
+    server.restart();
+    let after = flood(1_110).await;
+    for (_, limiter) in &instances[..2] {
+        assert!(!limiter.take(ann(), 1).await.unwrap().is_allowed());
+    }
+    let all = before + during + after + 2;
+    assert_eq!(all, 10_000);
+    until_counted(all).await;
+    for (store, _) in &instances {
+        assert!(store.flush().await);
+    }
+    let counted = strikes_in(&reader, strikes).await.unwrap().1;
+    assert_eq!(counted, all, "none twice");
 }
 
 #[tokio::test]
@@ -201,6 +281,34 @@ async fn an_outage_frees_nobody() {
     assert!(is_blocked(&two, ann()).await && is_blocked(&one, ann()).await);
 }
 
+/// A flood of new blocks, with as many in Redis as it keeps, ends no longer one.
+#[tokio::test]
+async fn a_full_server_keeps_the_longer_blocks() {
+    let server = RedisServer::start();
+    let one = instance(&server).await;
+    one.block(ann(), 2 * HOUR).await.unwrap();
+    fill(&server, HOUR).await;
+    for number in 0..50_u64 {
+        one.block(Key::from(number), HOUR / 2).await.unwrap();
+    }
+    assert_eq!(server.command::<u32>("ZCARD rl:blocks").await, 65_536);
+    assert_eq!(server.command::<u32>("ZCARD rl:block-changes").await, 1);
+    let two = instance(&server).await;
+    until_blocked(&two, ann()).await;
+    assert!(!is_blocked(&two, Key::from(0_u64)).await);
+}
+
+/// Adds as many blocks as Redis keeps, which end after this time.
+async fn fill(server: &RedisServer, after: Duration) {
+    let script = "local now = redis.call('TIME')[1] * 1000 \
+                  for i = 1, 65536 do redis.call('ZADD', KEYS[1], now + ARGV[1] + i, i) end";
+    let mut fill = redis::cmd("EVAL");
+    fill.arg(script).arg(1).arg("rl:blocks");
+    fill.arg(after.as_millis() as u64);
+    let mut connection = server.connection().await;
+    let () = fill.query_async(&mut connection).await.unwrap();
+}
+
 /// The commands of blocks, in the order of the guide.
 const OF_BLOCKS: [&str; 8] = [
     "zadd",
@@ -215,13 +323,7 @@ const OF_BLOCKS: [&str; 8] = [
 
 /// Blocks and unblocks, on a server with as many blocks as it keeps.
 async fn ask_of_blocks(server: &RedisServer, store: RedisStore) -> Vec<StoreError> {
-    let full = "for i = 1, 65536 do redis.call('ZADD', KEYS[1], ARGV[1] + i, i) end";
-    let mut fill = redis::cmd("EVAL");
-    fill.arg(full).arg(1).arg("rl:blocks").arg("99999999999999");
-    let _: () = fill
-        .query_async(&mut server.connection().await)
-        .await
-        .unwrap();
+    fill(server, 2 * HOUR).await;
     let limiter = Limiter::new(store, policy("1/d")).with_blocks();
     let mut failed = vec![];
     failed.extend(limiter.block(ann(), HOUR).await.err());

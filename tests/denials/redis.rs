@@ -43,7 +43,7 @@ async fn a_flood_of_denials_costs_one_call() {
         tokio::time::pause();
         let flood = join_all((0..1_000).map(|_| take(&store, &policies, 1))).await;
         for denied in flood {
-            assert_eq!(denied.source(), Source::Cached);
+            assert_eq!((denied.source(), denied.used()), (Source::Cached, 10));
             let (wait, first) = (denied.retry_after().unwrap(), first.retry_after().unwrap());
             assert!(
                 wait < first && wait > first - Duration::from_secs(20),

@@ -20,7 +20,7 @@ use crate::observe::Observer;
 use crate::simulation::BlockTotals;
 use crate::store::op_queue;
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
-use crate::util::instant;
+use crate::util::{Seed, instant};
 use crate::{Leased, Limiter};
 
 pub(super) const LEASE: Duration = Duration::from_millis(400);
@@ -734,4 +734,32 @@ async fn setters_keep_the_observer() {
     }
     store.shutdown().await;
     assert!(blocks.ended.load(Relaxed) > 0);
+}
+
+/// A block that is left at midnight is not spent on the next day.
+#[tokio::test(start_paused = true)]
+async fn blocks_end_with_the_day_of_a_calendar() {
+    let before = Duration::from_millis(300);
+    let midnight = Duration::from_secs(20_000 * 86_400);
+    let local = {
+        let _seed = Seed::set(0, midnight - before);
+        LocalStore::default()
+    };
+    let policies = policy("fixed-window(day)".parse().unwrap(), "1000/d").into();
+    let store = Leased::new(local.clone());
+    let start = instant();
+    while start.elapsed() < before {
+        let _ = take(&store, &policies).await;
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert!(store.left() > 10, "{} units left", store.left());
+    let (mut granted, mut leased) = (0, 0);
+    for _ in 0..1_500 {
+        let decision = take(&store, &policies).await;
+        granted += decision.granted();
+        leased += u32::from(decision.source() == Source::Leased);
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert!((990..=1_000).contains(&granted), "{granted}");
+    assert!(leased > 500, "{leased}");
 }

@@ -149,6 +149,8 @@ pub(crate) struct Verdicts {
     /// microseconds of that clock, or the fallback of a [`Fallback`](crate::Fallback), in microseconds of
     /// this process's clock; 0 if another store did.
     pub(crate) at: i64,
+    /// Microseconds that the clock of calendars is ahead of that of `at`.
+    pub(crate) ahead: i64,
     /// Microseconds since the original decision, if this is a repetition under an
     /// [id](Check::with_id).
     pub(crate) age: i64,
@@ -632,8 +634,18 @@ impl Verdicts {
         Self {
             granted,
             at: 0,
+            ahead: 0,
             age: 0,
             each,
+        }
+    }
+
+    /// Returns the time of the reply by the clock of calendars, in microseconds. `None` if the store has reported no time.
+    pub(crate) fn calendar_micros(&self) -> Option<i64> {
+        if self.at > 0 {
+            Some(self.at + self.age + self.ahead)
+        } else {
+            None
         }
     }
 

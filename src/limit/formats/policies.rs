@@ -2,9 +2,13 @@
 //!
 //! The `impl`s of [`Policy`] and [`Policies`] here need the feature `serde`.
 
+use std::fmt;
 use std::time::Duration;
 
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{
+    Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Unexpected, Visitor,
+};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Field, Redacted, Setting, deserialize, write_duration};
@@ -14,11 +18,12 @@ use crate::limit::{Policies, Policy, PolicyKind, Quota, Strategy};
 
 /// The text of [`Policies::blocked`].
 const BLOCKED: &str = "blocked";
+/// The names in a [`PolicyTable`].
+const NAMES: [&str; 4] = ["name", "strategy", "quota", "leased"];
 
-/// The serialized form of a policy.
+/// The serialized form of a policy that is not blocked.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename = "Policy", deny_unknown_fields)]
-#[serde(expecting = "a policy such as `{ name = \"api\", quota = \"100/s\" }`")]
 struct PolicyTable {
     name: String,
     #[serde(default, deserialize_with = "strategy")]
@@ -44,6 +49,9 @@ fn leased<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Err
 
 impl Serialize for Policy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.is_blocked() {
+            return serializer.serialize_str(BLOCKED);
+        }
         let table = PolicyTable {
             name: self.name().to_owned(),
             strategy: Some(self.kind()),
@@ -56,14 +64,36 @@ impl Serialize for Policy {
 
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let table = PolicyTable::deserialize(Redacted(deserializer))?;
+        Redacted(deserializer).deserialize_struct("Policy", &NAMES, PolicyVisitor)
+    }
+}
+
+/// Reads a table, or the text `blocked`.
+struct PolicyVisitor;
+
+impl<'de> Visitor<'de> for PolicyVisitor {
+    type Value = Policy;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a policy such as `{ name = \"api\", quota = \"100/s\" }`, or `blocked`")
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Policy, E> {
+        match text.trim() {
+            BLOCKED => Ok(Policies::blocked()[0].clone()),
+            _ => Err(E::invalid_type(Unexpected::Str(text), &self)),
+        }
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Policy, A::Error> {
+        let table = PolicyTable::deserialize(MapAccessDeserializer::new(map))?;
         if let Err(error) = check_name(&table.name) {
-            return Err(D::Error::custom(error));
+            return Err(A::Error::custom(error));
         }
         match table.policy() {
             Ok(policy) => Ok(policy),
             // The location that a format reports may be that of the whole list.
-            Err(error) => Err(D::Error::custom(format_args!(
+            Err(error) => Err(A::Error::custom(format_args!(
                 "policy {:?}: {error}",
                 table.name
             ))),

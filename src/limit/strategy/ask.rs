@@ -129,11 +129,11 @@ impl<'a> Ask<'a> {
     /// Returns the check at the time of the policy's clock: that of a calendar is `ahead`.
     #[inline]
     pub(in crate::limit) fn by_clock_of(self, policy: &Policy, ahead: i64) -> Ask<'a> {
-        if ahead == 0 || policy.params().calendar.is_none() {
+        if ahead == 0 {
             return self;
         }
         Ask {
-            now: self.now + ahead,
+            now: policy.params().time(self.now, ahead),
             ..self
         }
     }

@@ -185,6 +185,15 @@ impl Params {
         Self { ticks, ..self }.with_debt()
     }
 
+    /// Returns a time by the clock that decides the policy. That of calendars is `ahead`.
+    #[inline]
+    pub(crate) fn time(&self, now: i64, ahead: i64) -> i64 {
+        match self.calendar {
+            Some(_) => now + ahead,
+            None => now,
+        }
+    }
+
     /// Converts the cost of a take to ticks of a meter. A cost above the capacity is lowered to just above it, so that it
     /// cannot overflow: it is denied in both cases.
     pub(crate) fn ticks_of_take(&self, cost: u32) -> i64 {

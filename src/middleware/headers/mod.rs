@@ -14,7 +14,8 @@ use smallvec::SmallVec;
 
 pub use legacy::LegacyHeaders;
 
-use crate::limit::{Decision, Policies, Policy, Quota, Source, Verdict};
+use crate::limit::{Decision, Policies, Policy, Quota, Source, Verdict, Verdicts};
+use crate::store::rest_of_window;
 
 /// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`]
 /// for old clients, both or none.
@@ -275,7 +276,6 @@ impl Texts {
             return value(b"");
         }
         let verdicts = decision.verdicts();
-        let now = verdicts.at + verdicts.age;
         let each = decision.policies().iter().zip(&verdicts.each);
         let mut earlier = vec![];
         let mut item = Item::new();
@@ -287,7 +287,7 @@ impl Texts {
                 earlier.extend_from_slice(item.as_bytes());
                 earlier.extend_from_slice(b", ");
             }
-            item.write(&texts.item, policy, verdict, now);
+            item.write(&texts.item, policy, verdict, verdicts);
         }
         if earlier.is_empty() {
             return value(item.as_bytes());
@@ -319,12 +319,12 @@ impl Item {
     }
 
     /// Replaces the contents.
-    fn write(&mut self, start: &str, policy: &Policy, verdict: &Verdict, now: i64) {
+    fn write(&mut self, start: &str, policy: &Policy, verdict: &Verdict, verdicts: &Verdicts) {
         self.len = 0;
         self.push(start.as_bytes());
         self.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
         if !policy.is_in_flight() {
-            let window = seconds(effective_window(policy, verdict, now));
+            let window = seconds(effective_window(policy, verdict, verdicts));
             self.push(b";t=");
             self.push(itoa::Buffer::new().format(window).as_bytes());
         }
@@ -353,13 +353,13 @@ impl Item {
 /// as long as the remaining units last at the quota's rate, so that clients spread their requests.
 /// With `3/m` and 2 units left it is 40 s, although the next unit is available after 20 s. In a
 /// calendar it is the rest of the window.
-fn effective_window(policy: &Policy, verdict: &Verdict, now: i64) -> u64 {
+fn effective_window(policy: &Policy, verdict: &Verdict, verdicts: &Verdicts) -> u64 {
     if verdict.wait > 0 {
         return verdict.wait.unsigned_abs();
     }
     if let Some(calendar) = policy.params().calendar {
         return match verdict.reset {
-            0 => calendar.rest(now).unsigned_abs(),
+            0 => rest_of_window(calendar, verdicts).unsigned_abs(),
             reset => reset.unsigned_abs(),
         };
     }
@@ -527,9 +527,25 @@ mod tests {
         unused.at = 1_700_000_000_000_000;
         let texts = Texts::new(&policies);
         assert_eq!(
-            texts.rate_limit(&peek.answer(unused, Source::Local)),
+            texts.rate_limit(&peek.clone().answer(unused.clone(), Source::Local)),
             format!("\"plan\";r=2;t={rest}")
         );
+        unused.ahead = 7_000_000;
+        assert_eq!(
+            texts.rate_limit(&peek.clone().answer(unused, Source::Local)),
+            format!("\"plan\";r=2;t={}", rest - 7)
+        );
+        // A custom store reports no time: the own clock has the month.
+        let own = || {
+            let calendar = policies[0].params().calendar.unwrap();
+            calendar.rest(crate::util::unix_time().as_micros() as i64) / 1_000_000
+        };
+        let before = own();
+        let untimed = peek.decided(Source::Other("test"), 0, |_| Verdict::allowed());
+        let field = texts.rate_limit(&untimed);
+        let (_, shown) = field.to_str().unwrap().split_once("r=2;t=").unwrap();
+        let shown: i64 = shown.parse().unwrap();
+        assert!([before, own()].iter().any(|own| own.abs_diff(shown) <= 1));
         assert_eq!(texts.policy_field, "\"plan\";q=2");
         assert_eq!(texts.each[0].quota, "2 per month");
     }

@@ -26,12 +26,14 @@ use crate::limit::{
 };
 use crate::store::charge_debt_of;
 
-/// The charges and the reset of a caller that the primary store lacks. All times are in microseconds.
+/// The charges and the reset of a caller that the primary store lacks. All times are in microseconds of this process's clock.
 #[derive(Debug)]
 pub(super) struct Account {
     pub(super) policies: Policies,
     /// One per policy.
     counts: SmallVec<[PrimaryCount; 1]>,
+    /// Microseconds that the clock of calendars was ahead at the newest grant. Counts under calendars have that clock.
+    ahead: i64,
     /// The time of the newest charge that is not refundable here: charges until then were sent or
     /// reset, or are of an earlier account.
     sent_until: i64,
@@ -107,8 +109,10 @@ impl Account {
             .iter()
             .zip(&decision.verdicts().each)
             .filter(|(share, _)| !share.is_in_flight());
+        let ahead = decision.verdicts().ahead;
         let mut counts = SmallVec::new();
         for policy in policies {
+            let now = policy.params().time(now, ahead);
             counts.push(PrimaryCount::new(match verdicts.next() {
                 Some((share, verdict)) => counted_before(policy, share, verdict, granted, now),
                 // A custom fallback may have decided on other policies than requested.
@@ -118,16 +122,19 @@ impl Account {
         Self {
             policies: policies.clone(),
             counts,
+            ahead,
             sent_until: now - 1,
             lacks_reset: false,
             before_charge: None,
         }
     }
 
-    /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
-    pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
+    /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant. The clock of calendars is
+    /// `ahead`.
+    pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64, ahead: i64) {
         self.policies = policies.clone();
-        for (policy, count) in self.each_mut() {
+        self.ahead = ahead;
+        for (policy, count, now) in self.each_mut(now) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
             // A bucket drains at the rate of the quota that wrote it: if these rates differed, so would the parts that
             // drain.
@@ -137,7 +144,7 @@ impl Account {
 
     /// Drops all charges, and records a reset.
     pub(super) fn reset(&mut self, now: i64) {
-        for (policy, count) in self.each_mut() {
+        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             *count = PrimaryCount::new(State::fresh(policy.kind()));
         }
         self.sent_until = now;
@@ -174,7 +181,7 @@ impl Account {
         let RefundTo::Account(part) = self.refund_to(check, now) else {
             return None;
         };
-        for (i, (policy, count)) in self.each_mut().enumerate() {
+        for (i, (policy, count, now)) in self.each_mut(now).enumerate() {
             let cost = limited(count.unsent(policy, now)).min(part);
             let charge = match charged(check).get(i) {
                 Some(charge) => *charge,
@@ -194,7 +201,7 @@ impl Account {
     /// Returns the largest part of a limit that the caller has used, in 255ths.
     pub(super) fn used(&self, now: i64) -> u8 {
         let mut most = 0;
-        for (policy, count) in self.each() {
+        for (policy, count, now) in self.each(now) {
             let capacity = policy.params().capacity.max(1);
             let used = count.all.counted(policy, now).clamp(0, capacity);
             most = most.max((used * 255 / capacity) as u8);
@@ -205,19 +212,22 @@ impl Account {
     /// Returns the unexpired cost that was not sent: the most under any policy.
     fn unsent(&self, now: i64) -> u64 {
         let mut most = 0;
-        for (policy, count) in self.each() {
+        for (policy, count, now) in self.each(now) {
             most = most.max(count.unsent(policy, now));
         }
         most
     }
 
-    /// Each policy, and its count.
-    fn each(&self) -> impl Iterator<Item = (&Policy, &PrimaryCount)> {
-        self.policies.iter().zip(&self.counts)
+    /// Each policy, its count, and the time `now` by the clock of that count.
+    fn each(&self, now: i64) -> impl Iterator<Item = (&Policy, &PrimaryCount, i64)> {
+        let each = self.policies.iter().zip(&self.counts);
+        each.map(move |(policy, count)| (policy, count, policy.params().time(now, self.ahead)))
     }
 
-    fn each_mut(&mut self) -> impl Iterator<Item = (&Policy, &mut PrimaryCount)> {
-        self.policies.iter().zip(&mut self.counts)
+    fn each_mut(&mut self, now: i64) -> impl Iterator<Item = (&Policy, &mut PrimaryCount, i64)> {
+        let ahead = self.ahead;
+        let each = self.policies.iter().zip(&mut self.counts);
+        each.map(move |(policy, count)| (policy, count, policy.params().time(now, ahead)))
     }
 
     /// Returns the next check that the primary store lacks, and counts it as sent. `None` if it lacks nothing.
@@ -232,7 +242,7 @@ impl Account {
         // The smallest cost, and the policies that lack it.
         let mut least = u64::MAX;
         let mut lacking = vec![];
-        for (policy, count) in self.each() {
+        for (policy, count, now) in self.each(now) {
             let unsent = count.unsent(policy, now);
             if unsent > 0 {
                 least = least.min(unsent);
@@ -242,7 +252,7 @@ impl Account {
         let policies = self.list_of(lacking)?;
         let cost = limited(least);
         let mut sent = SmallVec::new();
-        for (policy, count) in self.each_mut() {
+        for (policy, count, now) in self.each_mut(now) {
             sent.push(count.sent.clone());
             count.send(policy, cost, now);
         }
@@ -270,7 +280,7 @@ impl Account {
     /// Returns how long the longest pause of the account still lasts.
     fn pause(&self, now: i64) -> Duration {
         let mut longest = Duration::ZERO;
-        for (policy, count) in self.each() {
+        for (policy, count, now) in self.each(now) {
             if policy.is_pause() {
                 let debt = count.all.counted(policy, now) - policy.params().capacity;
                 longest = longest.max(policy.quota().time_for(debt.max(0) as u64));
@@ -291,7 +301,7 @@ impl Account {
             && let Err(error) = answer
             && error.is_not_sent()
         {
-            for ((_, count), sent) in self.each_mut().zip(before.sent) {
+            for (count, sent) in self.counts.iter_mut().zip(before.sent) {
                 count.sent = sent;
             }
             self.sent_until = before.sent_until;
@@ -418,7 +428,7 @@ mod tests {
         let decision = decision.with_verdicts(verdicts);
         let decision = decision.with_maker(MadeBy::Locally);
         let mut account = Account::new(policies, &decision, cost, now);
-        account.charge(policies, cost, now);
+        account.charge(policies, cost, now, 0);
         (account, decision)
     }
 
@@ -443,7 +453,7 @@ mod tests {
         let (mut account, _) = account(&policies, 5, SECOND);
         let later = SECOND * 3 / 2;
         let (_, decision) = super::tests::account(&policies, 2, later);
-        account.charge(&policies, 2, later);
+        account.charge(&policies, 2, later, 0);
         assert_eq!(refund_to(&account, &decision, later), RefundTo::Account(2));
         // The first charge has expired under `a`.
         let now = 2 * SECOND;
@@ -519,7 +529,7 @@ mod tests {
         for is_sent in [true, false] {
             let (mut account, _) = account(&policies, 5, SECOND);
             let sent = send(&mut account, SECOND);
-            account.charge(&policies, 3, 2 * SECOND);
+            account.charge(&policies, 3, 2 * SECOND, 0);
             let error = StoreError::new(ErrorKind::Timeout);
             let error = if is_sent { error } else { error.not_sent() };
             account.replied(&sent, &Err(error));
@@ -542,7 +552,7 @@ mod tests {
         let _ = charge(3);
         let decision = charge(1);
         let mut account = Account::new(&policies, &decision, 1, now);
-        account.charge(&policies, 1, now);
+        account.charge(&policies, 1, now, 0);
         let sent = send(&mut account, 11_550 * SECOND);
         assert_eq!((sent.policies().iter().len(), sent.cost()), (1, 1));
         account.replied(&sent, &Ok(decision));
@@ -608,7 +618,7 @@ mod tests {
                     }
                     _ => {
                         let cost = rng.u32(0..=most_cost);
-                        account.charge(&current, cost, now);
+                        account.charge(&current, cost, now, 0);
                         granted += u64::from(cost);
                     }
                 }
@@ -658,7 +668,7 @@ mod tests {
                     let decision = check.answer(verdicts, Source::Local);
                     let account = account
                         .get_or_insert_with(|| Account::new(&policies, &decision, granted, now));
-                    account.charge(&policies, granted, now);
+                    account.charge(&policies, granted, now, 0);
                     Mode::Charge.count(&policy, &mut uninterrupted, granted.into(), now);
                     now += unit * rng.i64(0..4);
                 }

@@ -220,7 +220,7 @@ impl LockedCaller<'_> {
             if is_reset {
                 account.reset(now);
             } else {
-                account.charge(policies, granted, now);
+                account.charge(policies, granted, now, decision.verdicts().ahead);
             }
         }
         true

@@ -8,9 +8,9 @@ use tokio::time::Instant;
 
 use super::check::{FallbackFuture, GRACES, Partition, SentToPrimary};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, JointCheck, JointDecision, Mode, SettledCost, Source};
+use crate::limit::{Check, Decision, JointCheck, JointDecision, Mode, Source};
 use crate::store::joint::repetition;
-use crate::store::{Answer, JointFuture, Store};
+use crate::store::{Answer, JointFuture, SettledCost, Store};
 use crate::util::{NoOutput, Patient, instant, patient};
 
 /// Reports the outcome of a check to the breaker, also if the check is dropped.

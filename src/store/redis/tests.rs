@@ -1418,6 +1418,39 @@ async fn a_key_expires_with_its_window() {
     assert!((rest - 10_000..=rest + 1).contains(&ttl), "{ttl} of {rest}");
 }
 
+/// A repetition after the border is charged in the next month.
+#[tokio::test]
+async fn an_id_ends_with_its_month() {
+    const MS: i64 = 1_000;
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(26, &server);
+    let policies = plan("fixed-window(month)", "9/month");
+    let take = || Check::take(Key::new("ann"), &policies, 4).with_id("job-7");
+    // Midnight of February 1, 2027.
+    let border = 1_801_440_000_000 * MS;
+    let local = LocalStore::default();
+    for (at, left, is_repeated) in [
+        (border - 30 * 86_400_000 * MS, 5, false),
+        (border - 20 * 86_400_000 * MS, 5, true),
+        (border - 1, 5, true),
+        (border + 5 * MS, 5, false),
+        (border + 6 * MS, 5, true),
+    ] {
+        now.store(at, Relaxed);
+        let in_redis = redis.check(take()).await.unwrap();
+        let in_local = local.verdicts(&take(), || at);
+        for verdicts in [in_redis.verdicts(), &in_local] {
+            let seen = (verdicts.first().remaining, verdicts.age > 0);
+            assert_eq!(
+                seen,
+                (left, is_repeated),
+                "{} before the border",
+                border - at
+            );
+        }
+    }
+}
+
 /// Returns the decision of the Rust halves as if Redis had made it.
 fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
     let verdicts = check.decide(states, now);

@@ -211,7 +211,7 @@ fn of_a_list() {
         ),
         (
             json!(["10/s"]),
-            "invalid type: string \"10/s\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`",
+            "invalid type: string \"10/s\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`, or `blocked`",
         ),
     ] {
         assert_eq!(error::<Policies>(&value), text);

@@ -365,6 +365,26 @@ fn calendars_round_trip() {
 }
 
 #[test]
+fn blocked_policies_round_trip() {
+    let blocked = Policies::blocked();
+    let api = Policy::new("api", Strategy::Gcra, "9/s").unwrap();
+    let listed = vec![api, blocked[0].clone()];
+    for text in [
+        serde_json::to_string(&blocked).unwrap(),
+        serde_json::to_string(&blocked[0]).unwrap(),
+        serde_json::to_string(&Policies::new(listed.clone()).unwrap()).unwrap(),
+    ] {
+        assert_eq!(text, r#""blocked""#);
+    }
+    assert_same(blocked.clone());
+    assert_same(blocked[0].clone());
+    assert_same(listed);
+    let list: Policies =
+        serde_json::from_str(r#"[{"name":"api","quota":"9/s"},"blocked"]"#).unwrap();
+    assert_eq!(list[1], blocked[0]);
+}
+
+#[test]
 fn written_settings_are_readable() {
     let policies = Policies::new([
         Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),

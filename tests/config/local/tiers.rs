@@ -483,18 +483,36 @@ fn errors_name_their_line() {
 fn blocked_is_a_limit_everywhere() {
     let tiers: Tiers = read(json!({
         "default": "blocked",
-        "tiers": { "banned": "blocked", "free": { "name": "free", "quota": "60/min" } },
+        "tiers": {
+            "banned": "blocked",
+            "free": { "name": "free", "quota": "60/min" },
+            "mixed": [{ "name": "api", "quota": "60/min" }, "blocked"],
+        },
         "callers": { "ip:10.0.0.0/8": "blocked", "tenant-7": { "name": "large", "quota": "9/s" } },
     }))
     .unwrap();
-    assert_eq!(tiers.default_policies(), &Policies::blocked());
-    assert_eq!(names(&tiers, "banned", Key::new("ann")), "blocked");
-    assert_eq!(names(&tiers, "free", ip("10.1.2.3")), "blocked");
-    assert_eq!(names(&tiers, "banned", Key::new("tenant-7")), "large");
     let again: Tiers = read(serde_json::to_value(&tiers).unwrap()).unwrap();
-    assert_eq!(names(&again, "free", ip("10.1.2.3")), "blocked");
+    // The names alone do not tell a blocked caller from a policy with that name.
+    for tiers in [tiers, again] {
+        let blocked = Policies::blocked();
+        assert_eq!(tiers.default_policies(), &blocked);
+        for (tier, caller) in [
+            ("banned", Key::new("ann")),
+            ("unknown", Key::new("ann")),
+            ("free", ip("10.1.2.3")),
+        ] {
+            let policies = tiers.policies(&request(tier), Some(&caller));
+            assert_eq!(policies.as_ref(), Some(&blocked), "{tier}");
+        }
+        let mixed = tiers.policies(&request("mixed"), None).unwrap();
+        assert!(mixed.iter().any(|policy| *policy == blocked[0]));
+        assert_eq!(names(&tiers, "free", Key::new("ann")), "free");
+        assert_eq!(names(&tiers, "banned", Key::new("tenant-7")), "large");
+    }
     let policies: Policies = read(json!("blocked")).unwrap();
     assert_eq!(policies, Policies::blocked());
+    let error = read::<Policies>(json!("Blocked")).unwrap_err();
+    assert!(error.contains("or `blocked`"), "{error}");
 }
 
 #[test]

@@ -112,6 +112,22 @@ async fn answers_without_reconciled_grants_are_ignored() {
     assert!(granted <= 40, "{granted} granted of 40");
 }
 
+/// The units that other instances may grant count as used.
+#[tokio::test(start_paused = true)]
+async fn usage_in_an_outage_is_of_the_whole_policy() {
+    let (store, primary, _) = pair(4);
+    let policies = policies(Strategy::SlidingLog, "100/d");
+    let usage = async || {
+        let peek = store.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+        (peek.used(), peek.capacity())
+    };
+    assert_eq!(burst(&store, &policies, 20).await, 20);
+    assert_eq!(usage().await, (20, 100));
+    open(&store, &primary).await;
+    // 5 of this instance's 25, and the 75 of the others.
+    assert_eq!(usage().await, (80, 100));
+}
+
 /// A cost that fits the whole policy may be retried, whichever store decides then.
 #[tokio::test(start_paused = true)]
 async fn costs_above_a_share_are_denied_temporarily() {

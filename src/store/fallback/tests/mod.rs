@@ -5,6 +5,7 @@ mod answers;
 mod breaker;
 mod breaker_states;
 mod busy;
+mod calendars;
 mod ends;
 mod far;
 mod flow_back;

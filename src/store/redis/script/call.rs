@@ -230,6 +230,7 @@ impl Plan {
             return Ok(Verdicts {
                 granted: 0,
                 at,
+                ahead: 0,
                 age: 0,
                 each: SmallVec::from_buf([verdict]),
             });
@@ -239,6 +240,7 @@ impl Plan {
         Ok(Verdicts {
             granted,
             at,
+            ahead: 0,
             age: 0,
             each: SmallVec::from_buf([verdict]),
         })
@@ -321,6 +323,7 @@ impl Plan {
         Ok(Verdicts {
             granted,
             at: charged_at,
+            ahead: 0,
             age: (at - charged_at).max(0),
             each,
         })

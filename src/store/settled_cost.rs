@@ -1,4 +1,5 @@
-use super::{Decision, MadeBy, Policy, Verdict};
+use crate::limit::{Calendar, Decision, MadeBy, Policy, Verdict, Verdicts};
+use crate::util::unix_time;
 
 /// The cost of a request, and the reserved cost that it replaces.
 #[derive(Debug, Clone, Copy)]
@@ -14,9 +15,8 @@ impl SettledCost {
         let back = i64::from(self.reserved) - i64::from(self.cost);
         let mut verdicts = decision.verdicts().clone();
         verdicts.granted = self.cost.into();
-        let now = verdicts.at + verdicts.age;
         for (policy, verdict) in decision.policies().iter().zip(&mut verdicts.each) {
-            refund(verdict, policy, back, now);
+            refund(verdict, policy, back, &decision);
         }
         decision.with_verdicts(verdicts)
     }
@@ -43,8 +43,15 @@ impl SettledCost {
     }
 }
 
-/// Updates a verdict after `back` was refunded (charged if negative).
-fn refund(verdict: &mut Verdict, policy: &Policy, back: i64, now: i64) {
+/// Returns the rest of a calendar's window at the time of these verdicts, in microseconds. Uses the clock of this process if
+/// the store has reported no time.
+pub(crate) fn rest_of_window(calendar: Calendar, verdicts: &Verdicts) -> i64 {
+    let own = || unix_time().as_micros() as i64;
+    calendar.rest(verdicts.calendar_micros().unwrap_or_else(own))
+}
+
+/// Updates a verdict of a decision after `back` was refunded (charged if negative).
+fn refund(verdict: &mut Verdict, policy: &Policy, back: i64, decision: &Decision) {
     if policy.is_in_flight() {
         // The request is still in flight, and counts as one regardless of its cost.
         return;
@@ -62,7 +69,7 @@ fn refund(verdict: &mut Verdict, policy: &Policy, back: i64, now: i64) {
         // Nothing was charged before: the new charge counts for a period, or for the rest of a calendar's window.
         let params = policy.params();
         verdict.reset = match params.calendar {
-            Some(calendar) => calendar.rest(now),
+            Some(calendar) => rest_of_window(calendar, decision.verdicts()),
             None => params.period,
         };
     }
@@ -126,5 +133,26 @@ mod tests {
         );
         let undone = SettledCost::undo(settled, 0);
         assert_eq!(undone.remaining(), 3, "no longer in flight");
+    }
+
+    /// By the clock of calendars.
+    #[test]
+    fn a_first_charge_lasts_until_the_window_ends() {
+        const HOUR: i64 = 3_600_000_000;
+        let days = "fixed-window(day)".parse().unwrap();
+        let policies = Policy::new("plan", days, "6/d").unwrap().into();
+        let peek = Check::peek(Key::GLOBAL, &policies, 0);
+        let decision = peek.decided(SOURCE, 0, |_| Verdict::allowed());
+        let charged = SettledCost {
+            reserved: 0,
+            cost: 1,
+        };
+        let mut verdicts = decision.verdicts().clone();
+        verdicts.at = 20_000 * 24 * HOUR + 21 * HOUR;
+        verdicts.ahead = 2 * HOUR;
+        let settled = charged.update(decision.clone().with_verdicts(verdicts));
+        assert_eq!(settled.reset_after(), Duration::from_secs(3_600));
+        let by_own_clock = charged.update(decision).reset_after();
+        assert!(!by_own_clock.is_zero() && by_own_clock <= Duration::from_secs(86_400));
     }
 }
