@@ -286,8 +286,8 @@ async fn an_outage_frees_nobody() {
 async fn a_full_server_keeps_the_longer_blocks() {
     let server = RedisServer::start();
     let one = instance(&server).await;
-    one.block(ann(), 2 * HOUR).await.unwrap();
     fill(&server, HOUR).await;
+    one.block(ann(), 2 * HOUR).await.unwrap();
     for number in 0..50_u64 {
         one.block(Key::from(number), HOUR / 2).await.unwrap();
     }

@@ -104,14 +104,14 @@ async fn each_line_of_code_compiles() -> Result<(), Box<dyn std::error::Error>> 
     let capacity = sold!(= decision.capacity());
     assert_eq!((used, capacity), (7, 10_000));
     let bought = Policies::from(gcra("api", "9/s"));
-    let raised = sold!(limiter.under(&bought));
+    let raised = sold!(= limiter.under(&bought));
     assert_eq!(raised.take(key, 1).await?.capacity(), 9);
     let live = Live::new(Tiers::new(gcra("free", "1/s")));
     let tiers = Tiers::new(gcra("free", "2/s")).tier("banned", sold!(= Policies::blocked()));
-    sold!(live.replace(tiers));
+    sold!(= live.replace(tiers));
 
     let limiter = limiter.with_blocks();
-    sold!(limiter.block(key, Duration::from_secs(86_400)).await?);
+    sold!(= limiter.block(key, Duration::from_secs(86_400)).await?);
     assert!(!limiter.take(key, 1).await?.is_allowed());
     Ok(())
 }
