@@ -1404,6 +1404,33 @@ async fn wrong_custom_windows_grant_nothing() {
     assert!(!decision.is_allowed());
 }
 
+/// The function is wrong at Redis's time only, which the instance has not known.
+#[tokio::test]
+async fn windows_wrong_at_the_time_of_redis_grant_nothing() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(27, &server);
+    let policies = custom_plan("early", |now| {
+        let Range { start, end } = hundreds(now);
+        let last = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000);
+        if start > last {
+            start..start
+        } else {
+            start..end
+        }
+    });
+    redis.inner.clock.set(1_700_000_000_000_000);
+    now.store(1_900_000_000_000_000, Relaxed);
+    let check = Check::take(Key::new("ann"), &policies, 1);
+    let error = redis.check(check).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration);
+    // It is no failure of Redis.
+    assert!(error.is_check_only());
+    let text = error.to_string();
+    assert!(text.contains("server's time is in no window"), "{text}");
+    let names: Vec<String> = server.command("KEYS *").await;
+    assert!(names.is_empty(), "{names:?}");
+}
+
 #[tokio::test]
 async fn a_key_expires_with_its_window() {
     let server = RedisServer::start();

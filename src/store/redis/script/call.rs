@@ -658,6 +658,9 @@ impl ScriptCall {
 
     /// Splits a reply of `lua/call.lua`.
     fn read_checks<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
+        if self.outside(reply).is_some() {
+            return Err(no_window());
+        }
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
@@ -888,6 +891,15 @@ fn number_of(answer: &[u8; TAKEN_LENGTH]) -> Option<usize> {
 
 fn protocol() -> StoreError {
     StoreError::new(ErrorKind::Protocol)
+}
+
+/// The error of checks that the script has not decided, also with borders around its time.
+fn no_window() -> StoreError {
+    let error = StoreError::new(ErrorKind::Configuration).check_only();
+    error.with_message(
+        "the server's time is in no window of a calendar: check the server's clock, and that the function of a custom calendar \
+         always returns the same windows",
+    )
 }
 
 /// The error of a check with this problem, or [`ErrorKind::Protocol`] if the number is unknown.

@@ -654,6 +654,6 @@ fn a_time_outside_of_a_calendar_is_no_verdict() {
     let Err(error) = call.read(&late).map(|_| ()) else {
         panic!("a reply without answers was read");
     };
-    assert_eq!(error.kind(), ErrorKind::Protocol);
+    assert_eq!(error.kind(), ErrorKind::Configuration);
     assert_eq!(call.outside(&reply([1, 9, 0, 100, 1_790])), None);
 }
