@@ -167,6 +167,7 @@ pub mod pitfalls {}
 /// [proxies]: crate::guide::keys#behind-proxies
 /// [rights]: crate::guide::servers#rights
 /// [throughput]: crate::guide::sizing#throughput-over-a-distance
+/// [usage]: crate::guide::recipes#a-page-of-a-callers-usage
 #[doc = include_str!("../docs/runbook.md")]
 pub mod runbook {}
 
@@ -194,6 +195,7 @@ pub mod migrating {}
 /// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [joint]: crate::guide::keys#several-keys
 /// [memory]: crate::guide::sizing#memory
+/// [retries]: crate::guide::recipes#retries-that-are-charged-once
 /// [settling]: crate::guide::settling
 /// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [usage]: crate::guide::recipes#a-page-of-a-callers-usage

@@ -897,8 +897,8 @@ fn protocol() -> StoreError {
 fn no_window() -> StoreError {
     let error = StoreError::new(ErrorKind::Configuration).check_only();
     error.with_message(
-        "the server's time is in no window of a calendar: check the server's clock, and that the function of a custom calendar \
-         always returns the same windows",
+        "a calendar has no window at the time of the server: check its clock, and that the function of a custom calendar always \
+         returns the same windows",
     )
 }
 
