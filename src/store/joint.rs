@@ -75,6 +75,10 @@ impl JointFuture {
     }
 
     /// Returns the reply if it is ready.
+    #[allow(
+        clippy::result_large_err,
+        reason = "the error is the future itself, for which the caller has room"
+    )]
     pub(crate) fn into_ready(self) -> Result<JointAnswer, Self> {
         match self.0 {
             JointState::Ready(Some(answer)) => Ok(answer),
