@@ -89,6 +89,7 @@ async fn measure(name: &'static str, policies: Policies) -> Run {
         Leased::builder(
             Fallback::builder(redis, LocalStore::default())
                 .deadline(PATIENCE)
+                .unwrap()
                 .build(),
         )
         .share(share.clone())

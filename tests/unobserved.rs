@@ -9,6 +9,7 @@ mod lines;
 use std::convert::Infallible;
 use std::env;
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::process::Command;
 use std::time::Duration;
 
@@ -16,7 +17,9 @@ use http::{Request, Response};
 use tokio::time::{advance, sleep};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{ClientIp, Global, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::store::{AnyStore, ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::store::{
+    AnyStore, ErrorKind, MockStore, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
+};
 use tower_redis_ratelimit::{
     CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy,
     ThrottleLayer,
@@ -456,6 +459,37 @@ async fn the_log_stays_beside_metrics() {
     let boxed: Arc<dyn Observer> = Arc::new((MetricsObserver::new(), MetricsObserver::new()));
     assert_lines(&logged(boxed).await, &parts);
     assert_lines(&logged((MetricsObserver::new(), ())).await, &[]);
+}
+
+const FOUR: NonZeroU32 = NonZeroU32::new(4).unwrap();
+
+/// Another kind may be meant.
+#[test]
+fn ignored_settings_are_logged() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let url = "redis://127.0.0.1:1/".to_owned();
+    let open = |kind| {
+        let config = StoreConfig::default().kind(kind).url(url.clone());
+        for config in [
+            config.clone(),
+            config
+                .share(ShareConfig::Fixed(FOUR))
+                .deadline(Duration::from_millis(50)),
+        ] {
+            AnyStore::from_config(&config).unwrap();
+        }
+        lines.take()
+    };
+    let local = "WARN the kind of the store is `local`, so it ignores the `url` and counts in this process only: use the \
+                 kind `auto` to count in Redis, or remove the `url`";
+    assert_lines(&open(StoreKind::Local), &[local, local]);
+    let redis = "WARN the kind of the store is `redis`, so it ignores `deadline`, `share`: use the kind `fallback` to decide in this \
+                 process while Redis is down, or remove the setting";
+    assert_lines(&open(StoreKind::Redis), &[redis]);
+    assert_lines(&open(StoreKind::Auto), &[]);
+    assert_lines(&open(StoreKind::Fallback), &[]);
+    AnyStore::from_config(&StoreConfig::default().kind(StoreKind::Local)).unwrap();
+    assert_lines(&lines.take(), &[]);
 }
 
 /// A misspelled name of the variable would otherwise be silent.

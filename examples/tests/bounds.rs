@@ -179,7 +179,7 @@ struct Attack {
     frames: fn(u32, usize) -> Vec<u8>,
 }
 
-const ATTACKS: [Attack; 12] = [
+const ATTACKS: [Attack; 17] = [
     Attack {
         name: "endless requests",
         window: 65_535,
@@ -294,6 +294,64 @@ const ATTACKS: [Attack; 12] = [
                 frame(RST_STREAM, 0, stream, &[0, 0, 0, 8]),
             ]
             .concat()
+        },
+    },
+    Attack {
+        name: "requests that the server resets",
+        window: 65_535,
+        reads: false,
+        data: 0,
+        // A window may not grow by 0.
+        frames: |stream, _| {
+            [
+                call(CHECK, stream),
+                frame(WINDOW_UPDATE, 0, stream, &[0; 4]),
+            ]
+            .concat()
+        },
+    },
+    Attack {
+        name: "empty frames",
+        window: 65_535,
+        reads: true,
+        data: 0,
+        frames: |stream, _| match stream {
+            1 => call(CHECK, 1),
+            _ => frame(DATA, 0, 1, &[]).repeat(100),
+        },
+    },
+    Attack {
+        name: "empty continuations",
+        window: 65_535,
+        reads: true,
+        data: 0,
+        frames: |stream, _| match stream {
+            1 => frame(HEADERS, 0, 1, &header_list(CHECK)),
+            _ => frame(CONTINUATION, 0, 1, &[]).repeat(100),
+        },
+    },
+    Attack {
+        name: "windows that grow by a byte, and change",
+        window: 0,
+        reads: true,
+        data: 0,
+        frames: |stream, _| {
+            let more = |stream| frame(WINDOW_UPDATE, 0, stream, &[0, 0, 0, 1]);
+            let size = |bytes| frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, bytes]);
+            let begun = [call(WATCH, stream), empty_message(stream), more(stream)];
+            [begun.concat(), more(0), size(1), size(0)].concat()
+        },
+    },
+    Attack {
+        name: "large header tables and unknown frames",
+        window: 65_535,
+        reads: false,
+        data: 0,
+        // SETTINGS_HEADER_TABLE_SIZE.
+        frames: |stream, _| {
+            let table = frame(SETTINGS, 0, 0, &[0, 1, 0xff, 0xff, 0xff, 0xff]);
+            let call = [call(CHECK, stream), empty_message(stream)].concat();
+            [table, call, frame(0xfa, 0xff, 0, &[0; 16_384])].concat()
         },
     },
     Attack {

@@ -42,7 +42,7 @@ struct Misconfiguration {
     never_passes: OnceFlag,
     /// The number of requests that were examined.
     examined: AtomicU32,
-    /// A status of success for a denial: every denial gets it.
+    /// A status of success for a rejection: every rejection gets it.
     denied_with_success: OnceFlag,
     /// A call without a permit: every call may lack it.
     call_without_ready: OnceFlag,
@@ -52,7 +52,7 @@ struct Misconfiguration {
     forwarded: Misses,
     /// A request without an address that is counted as a peer on a unix socket.
     no_address: OnceFlag,
-    /// A denial of a gRPC call over HTTP: every denial is one.
+    /// A rejection of a gRPC call over HTTP: every rejection is one.
     grpc_over_http: OnceFlag,
     /// A header that does not fit the trusted proxies.
     proxy_header: OnceFlag,
@@ -227,12 +227,12 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, that a denial has a status of success.
+    /// Reports, once, that a rejection has a status of success.
     #[cold]
-    pub(crate) fn denied_with_success(&self, status: StatusCode) {
+    pub(crate) fn rejected_with_success(&self, status: StatusCode) {
         if self.misconfiguration.denied_with_success.claim() {
             self.report(&format!(
-                "a denial has the status {}, which tells the client that its request was served: give it \
+                "a rejection has the status {}, which tells the client that its request was served: give it \
                  `rejection.status()`, as in `(rejection.status(), Json(..)).into_response()`, or add \
                  `.denied_with_success()` to the layer if that is intended{DENIED_WITH_SUCCESS}",
                 status.as_u16()
@@ -240,12 +240,12 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, that a gRPC call was denied over HTTP. Any client can send a gRPC request, so this is only suspected.
+    /// Reports, once, that a gRPC call was rejected over HTTP. Any client can send a gRPC request, so this is only suspected.
     #[cold]
     pub(crate) fn grpc_over_http(&self) {
         if self.misconfiguration.grpc_over_http.claim() {
             let problem = format!(
-                "a gRPC call was denied over HTTP, which clients take for an unavailable server: enable the feature `tonic` and add \
+                "a gRPC call was rejected over HTTP, which clients take for a broken server: enable the feature `tonic` and add \
                  `.reject(GrpcReject::new().or(HttpReject::new()))` to the layer, or ignore this if the service has no \
                  gRPC{GRPC_OVER_HTTP}"
             );

@@ -43,13 +43,9 @@ fn shared_log() -> Option<&'static dyn Observer> {
     None
 }
 
-/// Logs that the environment variable of Redis's URL is not set: its name may be misspelled.
-pub(crate) fn log_unset(variable: &str) {
+/// Logs that the settings of a store may be a mistake. The store has no observer yet.
+pub(crate) fn log_settings(problem: &str) {
     static PRINTED: OnceFlag = OnceFlag::new();
-    let problem = format!(
-        "the environment variable {variable} is not set, so limits are counted in this process only: set {variable}=local if that \
-         is intended, or use `require_env` instead of `from_env` to fail"
-    );
     #[cfg(feature = "tracing")]
     if tracing::enabled!(tracing::Level::WARN) {
         return tracing::warn!("{problem}");
@@ -95,8 +91,13 @@ impl Observer for DefaultObserver {
     }
 
     fn suspected(&self, event: &event::Suspected<'_>) {
-        if let Some(log) = shared_log() {
-            log.suspected(event);
+        static PRINTED: OnceFlag = OnceFlag::new();
+        match shared_log() {
+            Some(log) => log.suspected(event),
+            None => print_once(
+                &PRINTED,
+                format_args!("rate limiting may be misconfigured: {}", event.problem),
+            ),
         }
     }
 

@@ -44,7 +44,6 @@ mistakes! {
     NESTED_PATTERN = "nested-pattern",
     UPGRADE_WITHOUT_COST = "upgrade-without-cost",
     CONSTANT_ID = "constant-id",
-    WRONG_DEADLINE = "wrong-deadline",
 }
 
 /// Returns the code that a message ends with.

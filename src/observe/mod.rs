@@ -14,7 +14,7 @@ mod tracing;
 use std::fmt;
 use std::sync::Arc;
 
-pub(crate) use self::default_observer::{log_unset, or_log, shared_observer};
+pub(crate) use self::default_observer::{log_settings, or_log, shared_observer};
 #[cfg(feature = "metrics")]
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
@@ -29,7 +29,7 @@ pub use self::tracing::TracingObserver;
 /// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
 /// [`misconfigured`](Self::misconfigured), [`suspected`](Self::suspected), [`failed`](Self::failed) once a minute for each kind
 /// of error, the number of requests without a key once a minute, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
-/// `degraded` and the first `misconfigured` to standard error. A `MetricsObserver` keeps this log, since it shows no text;
+/// `degraded`, the first `misconfigured` and the first `suspected` to standard error. A `MetricsObserver` keeps this log, since it shows no text;
 /// any other observer replaces it. `.observer(())` disables both.
 ///
 /// Set the observer on each layer and [`Limiter`](crate::Limiter), since these report their decisions to their own

@@ -7,7 +7,6 @@ use std::task::{Context, Poll};
 use pin_project_lite::pin_project;
 
 use super::config::{set_address_map, set_tls};
-use super::fallback::problem_of_deadline;
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, BoxStore, BoxStoreFuture, Fallback, FallbackFuture, Health, Instances,
@@ -41,7 +40,7 @@ use crate::observe::{Observer, shared_observer};
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store: AnyStore = Fallback::builder(redis, LocalStore::default()).deadline(Duration::from_millis(50)).build().into();
+/// let store: AnyStore = Fallback::builder(redis, LocalStore::default()).deadline(Duration::from_millis(50))?.build().into();
 /// # let _ = store;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
@@ -84,9 +83,10 @@ impl AnyStore {
     /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) if
     /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) rejects
     /// the settings, if the URL is missing, if a file is unreadable, or if a fallback's deadline is
-    /// below 1 ms; [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
+    /// below 1 ms or above the timeout; [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
     /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside a Tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
+        config.log_ignored();
         Ok(match (config.kind, &config.url) {
             (StoreKind::Local, _) | (StoreKind::Auto, None) => Self::Local(local(config)),
             (kind @ (StoreKind::Redis | StoreKind::Auto | StoreKind::Fallback), Some(url)) => {
@@ -189,18 +189,12 @@ pub(super) fn fallback(
     redis: RedisStore,
     share: ShareConfig,
 ) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
-    if let Some(problem) = problem_of_deadline(config.deadline, config.timeout) {
-        return Err(ConfigError::new(problem).into());
-    }
+    let builder = Fallback::builder(redis.clone(), local(config)).deadline(config.deadline)?;
     let share = match share {
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
         ShareConfig::Alive => Share::Alive(redis.announce()?),
     };
-    Ok(Fallback::builder(redis, local(config))
-        .deadline(config.deadline)
-        .failures(config.failures)
-        .share(share)
-        .build())
+    Ok(builder.failures(config.failures).share(share).build())
 }
 
 pub(super) fn local(config: &StoreConfig) -> LocalStore {

@@ -251,6 +251,7 @@ async fn an_outage_frees_nobody() {
         let redis = redis.connect_lazy().unwrap();
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(Duration::from_secs(5))
+            .unwrap()
             .build();
         let quota = Quota::per_day(1);
         let policy = Policy::new("api", Strategy::SlidingLog, quota).unwrap();

@@ -34,12 +34,14 @@ async fn fallback() {
     let server = RedisServer::start();
     let redis = RedisStore::builder(server.url())
         .denials(0)
+        .timeout(Duration::from_secs(60))
         .connect()
         .await
         .unwrap();
     counts_requests(
         Fallback::builder(redis, LocalStore::default())
             .deadline(Duration::from_secs(60))
+            .unwrap()
             .build(),
     )
     .await;

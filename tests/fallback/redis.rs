@@ -71,6 +71,7 @@ async fn it_degrades_and_recovers_with_redis() {
     let notes = Notes::default();
     let store = fallback(server.url(), &notes)
         .deadline(Duration::from_secs(5))
+        .unwrap()
         .build();
     assert_eq!(
         store.check(check("ann", "10/h")).await.unwrap().source(),
@@ -118,6 +119,7 @@ fn checks_outside_runtimes_do_not_degrade_others() {
     let notes = Notes::default();
     let store = fallback(server.url(), &notes)
         .deadline(Duration::from_secs(5))
+        .unwrap()
         .build();
     for count in 1..=5 {
         let decision = store
@@ -178,6 +180,7 @@ async fn a_frozen_redis_is_not_waited_for() {
     // Long enough for a busy machine, unless Redis is frozen.
     let store = fallback(server.url(), &notes)
         .deadline(Duration::from_secs(1))
+        .unwrap()
         .build();
     let policies = policy(Strategy::Gcra, "100/d");
     let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
@@ -266,6 +269,7 @@ async fn instances_share_and_reconcile_the_rest() {
         let instance = || {
             let store = fallback(server.url(), &notes)
                 .deadline(Duration::from_secs(2))
+                .unwrap()
                 .share(Share::Fixed(NonZeroU32::new(4).unwrap()));
             store.failures(NonZeroU32::MIN).build()
         };
@@ -331,6 +335,7 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
     let store = Fallback::builder(redis.clone(), LocalStore::default())
         .observer(notes.clone())
         .deadline(Duration::from_millis(300))
+        .unwrap()
         .build();
     let policies = policy(Strategy::Gcra, "100/100d");
     server.freeze();
@@ -538,6 +543,7 @@ async fn cached_denials_do_not_hide_an_outage() {
     let notes = Notes::default();
     let store = fallback(server.url(), &notes)
         .deadline(Duration::from_millis(200))
+        .unwrap()
         .build();
     let policies = policy(Strategy::Gcra, "1/100d");
     let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
@@ -578,6 +584,7 @@ async fn a_refused_policy_does_not_degrade_others() {
     let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
     let store = fallback(url, &notes)
         .deadline(Duration::from_secs(5))
+        .unwrap()
         .build();
     let (log, gcra) = (
         policy(Strategy::SlidingLog, "1000/100d"),
@@ -706,6 +713,7 @@ async fn grants_redis_cannot_write_are_reconciled() {
         let notes = Notes::default();
         let store = fallback(server.url(), &notes)
             .deadline(Duration::from_secs(5))
+            .unwrap()
             .build();
         let policies = policy(Strategy::Gcra, "100/100d");
         let take = || store.check(Check::take(Key::new("ann"), &policies, 1));

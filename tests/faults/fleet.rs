@@ -66,6 +66,7 @@ pub async fn run(count: u32, per_second: u32, stopped: Duration, deadline: Durat
                 .unwrap();
             Fallback::builder(redis, LocalStore::default())
                 .deadline(deadline)
+                .unwrap()
                 .share(share.clone())
                 .observer(Notes(Arc::clone(&sums)))
                 .build()

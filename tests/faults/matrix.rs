@@ -536,6 +536,7 @@ pub async fn cycles(count: usize) {
         local.clone(),
     )
     .deadline(DEADLINE)
+    .unwrap()
     .build();
     let metrics = tokio::runtime::Handle::current().metrics();
     let ask = async || {

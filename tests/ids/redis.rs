@@ -259,6 +259,7 @@ async fn an_outage_charges_an_id_once_more() {
     let [here, there] = [(); 2].map(|()| {
         let fallback = Fallback::builder(store(&server), LocalStore::default())
             .deadline(Duration::from_secs(20))
+            .unwrap()
             .build();
         layer(fallback).layer(service_fn(hello))
     });

@@ -185,6 +185,7 @@ async fn sums_are_exact_while_a_master_is_dead() {
     let keys = key_of_each_master(&cluster, &redis).await;
     let fallback = Fallback::builder(redis.clone(), LocalStore::default())
         .deadline(Duration::from_secs(5))
+        .unwrap()
         .build();
     let lists = lists(["9000/100d", "400/100d", "9000/100d"]);
     let limiter = Limiter::new(fallback.clone(), lists[0].clone());

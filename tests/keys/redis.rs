@@ -267,6 +267,7 @@ async fn sums_are_exact_through_an_outage() {
     let redis = store(&server);
     let fallback = Fallback::builder(redis.clone(), LocalStore::default())
         .deadline(Duration::from_secs(5))
+        .unwrap()
         .build();
     let lists = lists(Strategy::SlidingLog, ["100/100d", "5000/100d", "9000/100d"]);
     let limiter = Limiter::new(fallback.clone(), lists[0].clone());
@@ -306,6 +307,7 @@ async fn an_outage_is_all_or_nothing_too() {
     let mut server = RedisServer::start();
     let fallback = Fallback::builder(store(&server), LocalStore::default())
         .deadline(Duration::from_secs(5))
+        .unwrap()
         .build();
     let lists = lists(Strategy::Gcra, ["9/d", "4/d", "20/d"]);
     let limiter = Limiter::new(fallback.clone(), lists[0].clone());

@@ -62,12 +62,15 @@ impl Drop for Instance {
 }
 
 fn fallback(server: &RedisServer) -> Fallback<RedisStore, LocalStore> {
-    Fallback::builder(
-        RedisStore::connect_lazy(server.url()).unwrap(),
-        LocalStore::default(),
-    )
-    .deadline(Duration::from_secs(5))
-    .build()
+    const PATIENT: Duration = Duration::from_secs(5);
+    let redis = RedisStore::builder(server.url())
+        .timeout(PATIENT)
+        .connect_lazy()
+        .unwrap();
+    Fallback::builder(redis, LocalStore::default())
+        .deadline(PATIENT)
+        .unwrap()
+        .build()
 }
 
 #[tokio::test]

@@ -30,7 +30,8 @@ pub(crate) async fn instance(url: &str, of: u32) -> Instance {
         .await
         .unwrap();
     let store = Fallback::builder(redis, LocalStore::default())
-        .deadline(Duration::from_secs(60))
+        .deadline(Duration::from_secs(20))
+        .unwrap()
         .build();
     Leased::builder(store)
         .share(Share::Fixed(NonZeroU32::new(of).unwrap()))
@@ -168,6 +169,7 @@ async fn short_pauses_lose_nothing() {
             .unwrap();
         let fallback = Fallback::builder(redis.clone(), LocalStore::default())
             .deadline(Duration::from_millis(50))
+            .unwrap()
             .build();
         let store = Leased::builder(fallback).observer(lost.clone()).build();
         let policies = leased(strategy, LIMIT, Duration::from_millis(100));

@@ -1,14 +1,17 @@
 //! One service for gRPC and HTTP: each client is answered in its own protocol.
 
+use std::sync::{Arc, Mutex};
+
 use axum::body::{Body, to_bytes};
 use axum::{Router, routing::get};
 use http::{Request, Response};
 use tonic::Code;
 use tower::{Layer, ServiceExt};
-use tower_redis_ratelimit::RateLimitLayer;
-use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::extract::{Global, HeaderKey};
+use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::{GrpcOr, GrpcReject, HttpReject};
 use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{LocalStore, RateLimitLayer};
 
 use crate::support::*;
 
@@ -128,6 +131,43 @@ async fn http_and_grpc_share_a_count() {
         .await
         .unwrap();
     assert_eq!(response.status(), 429);
+}
+
+#[derive(Clone, Default)]
+struct Suspicions(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Suspicions {
+    fn suspected(&self, event: &event::Suspected<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
+/// The service is in a router with the layer's usual answers: a client takes the 429 for a server that is not there.
+#[tokio::test]
+async fn a_call_rejected_over_http_is_reported() {
+    let suspicions = Suspicions::default();
+    let limits = RateLimitLayer::new(LocalStore::default(), Global, gcra("api", "1/h"));
+    let (_, health) = tonic_health::server::health_reporter();
+    let app = tonic::service::Routes::new(health).into_axum_router();
+    let app = app.layer(limits.observer(suspicions.clone()));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async { axum::serve(listener, app).await });
+    let endpoint = tonic::transport::Endpoint::new(url).unwrap();
+    let channel = endpoint.connect().await.unwrap();
+    call(&channel, from("alice")).await.unwrap();
+    for _ in 0..2 {
+        let status = call(&channel, from("alice")).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable);
+    }
+    let seen = suspicions.0.lock().unwrap().clone();
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.contains("add `.reject(GrpcReject::new().or(HttpReject::new()))` to the layer"),
+        "{report}"
+    );
 }
 
 /// HTTP/1.1 has no blanks around a value. HTTP/2 forbids them (RFC 9113), and lets them through.

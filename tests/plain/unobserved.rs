@@ -56,9 +56,15 @@ async fn without_an_observer() {
     let down = RateLimitLayer::new(outage(), Global, policy());
     let other = RateLimitLayer::new(outage(), Global, policy());
     let misconfigured = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
+    let shared = LocalStore::default();
+    let tighter = Policy::new("api", Strategy::Gcra, Quota::per_second(20)).unwrap();
+    let first = RateLimitLayer::new(shared.clone(), Global, policy());
+    let suspected = RateLimitLayer::new(shared, Global, tighter);
     for _ in 0..5 {
         send(&down).await;
         send(&other).await;
+        send(&first).await;
+        send(&suspected).await;
         send(&misconfigured).await;
     }
 }
@@ -80,6 +86,7 @@ fn outages_and_misconfigurations_appear_once() {
     for part in [
         "enforcing rate limits locally: the server cannot be reached: check the URL",
         "enable the feature `axum`",
+        "rate limiting may be misconfigured: two layers or limiters have a policy \"api\", one with 50/s and one with 20/s",
         "; every instance grants the whole limit: set `FallbackBuilder::share` if there are several\n",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };

@@ -249,6 +249,7 @@ async fn every_layer_sees_what_another_gives_back() {
     let patient = |store| {
         Fallback::builder(store, LocalStore::default())
             .deadline(Duration::from_secs(20))
+            .unwrap()
             .build()
     };
     let two_layers = only_failures(redis.clone(), attempts(1))

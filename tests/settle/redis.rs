@@ -257,6 +257,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
         // A late reply of a busy machine would reserve twice.
         let store = Fallback::builder(patient(&server), LocalStore::default())
             .deadline(Duration::from_secs(1))
+            .unwrap()
             .build();
         let limiter = Limiter::new(store.clone(), policy(WINDOW, "10000/d"));
         let held = reserve(&limiter).await;

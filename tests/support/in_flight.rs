@@ -207,6 +207,7 @@ pub async fn work() {
         run(limiter(
             Fallback::builder(redis, LocalStore::default())
                 .deadline(DEADLINE)
+                .unwrap()
                 .share(share)
                 .build(),
         ))

@@ -190,6 +190,7 @@ impl Instance {
             .unwrap();
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(DEADLINE)
+            .unwrap()
             .share(share.clone())
             .observer(notes.clone())
             .build();

@@ -103,6 +103,7 @@ impl Rotation {
             .unwrap();
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(PATIENT)
+            .unwrap()
             .build();
         let ends = Arc::new(AtomicBool::new(false));
         let other = {

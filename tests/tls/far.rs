@@ -79,6 +79,7 @@ impl Distance {
         }
         Fallback::builder(builder.connect_lazy().unwrap(), LocalStore::default())
             .deadline(self.deadline)
+            .unwrap()
             .observer(texts.clone())
     }
 }

@@ -142,6 +142,7 @@ async fn a_far_master_is_found() {
     let redis = redis.connect_timeout(PATIENT).connect_lazy().unwrap();
     let store = Fallback::builder(redis, LocalStore::default())
         .deadline(ROUND_TRIP * 5 / 4)
+        .unwrap()
         .build();
     let source = async || {
         let decision = store.check(check("ann", "10000/s")).await;

@@ -36,7 +36,9 @@ impl Peer for WithFallback {
         let redis = redis(setup, setup.deadline * 5 / 2);
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(setup.deadline)
-            .share(Share::Fixed(instances)).build();
+            .unwrap()
+            .share(Share::Fixed(instances))
+            .build();
         Layered(service(store, header(), setup), by_header)
     }
 }

@@ -63,7 +63,7 @@ macro_rules! answers {
                 self.reject(reject)
             }
 
-            /// Lets the responses to denials have a status of success, as in JSON-RPC, where the body tells the error. Otherwise the
+            /// Lets rejections have a status of success, as in JSON-RPC, where the body has the error. Otherwise the
             /// first such response of [`reject_with`](Self::reject_with) or [`reject`](Self::reject) is reported as
             /// [misconfigured](crate::observe::Observer::misconfigured), except for one over gRPC, which has a `grpc-status`.
             #[must_use]

@@ -126,20 +126,21 @@ where
         head: &Parts,
         refusal: Refusal,
     ) -> Result<Response<ResBody>, T::Error> {
-        Ok(match refusal {
+        let reason = match &refusal {
+            Refusal::Denied(decision) => Reason::Denied(decision),
+            Refusal::Unavailable(error) => Reason::Unavailable(error),
+            Refusal::MissingKey(missing) => Reason::MissingKey(missing),
+        };
+        let mut response = self.reject.reject(Rejection::new(reason, head));
+        self.check_rejection(notifier, head, &response);
+        match refusal {
             Refusal::Denied(decision) => {
-                let mut response = self.respond(Reason::Denied(&decision), head);
-                self.check_denial(notifier, head, &response);
-                self.answer.headers.annotate(decision, &mut response, true);
-                response
+                self.answer.headers.annotate(decision, &mut response, true)
             }
-            Refusal::Unavailable(error) => self.respond(Reason::Unavailable(&error), head),
-            Refusal::MissingKey(missing) => {
-                let mut response = self.respond(Reason::MissingKey(&missing), head);
-                challenge(&missing, &mut response);
-                response
-            }
-        })
+            Refusal::Unavailable(_) => {}
+            Refusal::MissingKey(missing) => challenge(&missing, &mut response),
+        }
+        Ok(response)
     }
 
     #[inline(always)]
@@ -184,9 +185,9 @@ where
 }
 
 impl<R> Http<R> {
-    /// Reports a denial that its client does not recognize.
-    fn check_denial<B>(&self, notifier: &Notifier, head: &Parts, response: &Response<B>) {
-        // Clients and caches would take the denial for the answer to the request.
+    /// Reports a rejection that its client does not recognize.
+    fn check_rejection<B>(&self, notifier: &Notifier, head: &Parts, response: &Response<B>) {
+        // Clients and caches would take the rejection for the answer to the request.
         let is_success = response.status().is_success() && !self.answer.denies_with_success;
         let is_call = is_grpc(head);
         // Read last: a header field is the most expensive of these, and rarely needed.
@@ -194,18 +195,11 @@ impl<R> Http<R> {
             return;
         }
         if is_success {
-            notifier.denied_with_success(response.status());
+            notifier.rejected_with_success(response.status());
         }
         if is_call {
             notifier.grpc_over_http();
         }
-    }
-
-    fn respond<B>(&self, reason: Reason<'_>, head: &Parts) -> Response<B>
-    where
-        R: Reject<B>,
-    {
-        self.reject.reject(Rejection::new(reason, head))
     }
 
     pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2> {

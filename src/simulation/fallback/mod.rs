@@ -132,6 +132,7 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
         };
         Fallback::builder(primary, local)
             .deadline(Duration::from_millis(plan.deadline))
+            .unwrap()
             .failures(NonZeroU32::new(plan.failures).unwrap())
             .share(match plan.share {
                 Sharing::Fixed => Share::Fixed(NonZeroU32::new(plan.instances as u32).unwrap()),

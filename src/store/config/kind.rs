@@ -17,9 +17,9 @@ pub enum StoreKind {
     /// A [`RedisStore`](crate::RedisStore) with a [`LocalStore`](crate::LocalStore) as its
     /// [`Fallback`](crate::Fallback). It needs a URL.
     Fallback,
-    /// A [`RedisStore`](crate::RedisStore). It needs a URL.
+    /// A [`RedisStore`](crate::RedisStore). It needs a URL. The log warns of settings that only a fallback has.
     Redis,
-    /// A [`LocalStore`](crate::LocalStore), even if there is a URL.
+    /// A [`LocalStore`](crate::LocalStore), even if there is a URL, of which the log warns.
     Local,
 }
 

@@ -25,7 +25,7 @@ pub use kind::{ShareConfig, StoreKind};
 use super::redis::wrong_url;
 use super::{Fallback, LocalStore, Servers};
 use crate::error::{ConfigError, redacted};
-use crate::observe::log_unset;
+use crate::observe::log_settings;
 use crate::util::FOREVER;
 
 /// Declares the settings, each with its documentation, type and default: all as fields of
@@ -65,6 +65,18 @@ macro_rules! settings {
                     Self { $name: $name.into(), ..self }
                 }
             )*
+        }
+
+        impl StoreConfig {
+            /// Returns the names of the settings that differ from their defaults.
+            fn changed(&self) -> Vec<&'static str> {
+                let default = Self::default();
+                let mut names = vec![];
+                $(if self.$name != default.$name {
+                    names.push(stringify!($name));
+                })*
+                names
+            }
         }
 
         /// Omits the password, also in a setting that should not contain it.
@@ -138,7 +150,8 @@ settings! {
     ///
     /// They are the settings of [`RedisStoreBuilder`](super::RedisStoreBuilder), [`Fallback`] and
     /// [`LocalStore`], with the same defaults. Settings that the [`kind`](Self::kind) does not use
-    /// are ignored.
+    /// are ignored. The log warns of a URL with [`StoreKind::Local`], and of a deadline, failures, a share or local keys with
+    /// [`StoreKind::Redis`].
     ///
     /// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Every setting may
     /// be given as text. A missing setting has its default, and an unknown name is an error. A duration
@@ -283,6 +296,9 @@ settings! {
     }
 }
 
+/// The settings of a store that decides in this process too.
+const OF_FALLBACK: [&str; 4] = ["deadline", "failures", "share", "local_keys"];
+
 /// The value of an environment variable that selects a store in this process.
 const LOCAL: &str = "local";
 
@@ -310,7 +326,10 @@ impl StoreConfig {
     pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
         let value = env::var(variable);
         if value == Err(VarError::NotPresent) {
-            log_unset(variable);
+            log_settings(&format!(
+                "the environment variable {variable} is not set, so limits are counted in this process only: set {variable}=local \
+                 if that is intended, or use `require_env` instead of `from_env` to fail"
+            ));
             return Ok(Self::default());
         }
         Self::of_variable(variable, value)
@@ -323,6 +342,28 @@ impl StoreConfig {
     /// If the variable is not set, empty or not Unicode.
     pub fn require_env(variable: &str) -> Result<Self, ConfigError> {
         Self::of_variable(variable, env::var(variable))
+    }
+
+    /// Logs the settings that show that another kind of store may be meant.
+    pub(super) fn log_ignored(&self) {
+        match self.kind {
+            StoreKind::Local if self.url.is_some() => log_settings(
+                "the kind of the store is `local`, so it ignores the `url` and counts in this process only: use the \
+                 kind `auto` to count in Redis, or remove the `url`",
+            ),
+            StoreKind::Redis => {
+                let mut ignored = self.changed();
+                ignored.retain(|name| OF_FALLBACK.contains(name));
+                if !ignored.is_empty() {
+                    log_settings(&format!(
+                        "the kind of the store is `redis`, so it ignores `{}`: use the kind `fallback` to decide in this process while \
+                         Redis is down, or remove the setting",
+                        ignored.join("`, `")
+                    ));
+                }
+            }
+            StoreKind::Local | StoreKind::Auto | StoreKind::Fallback => {}
+        }
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {

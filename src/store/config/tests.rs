@@ -98,6 +98,7 @@ fn every_setting_reaches_its_store() {
     let store = || builder().connect_lazy().unwrap();
     let expected = Fallback::builder(store(), LocalStore::default())
         .deadline(Duration::from_millis(50))
+        .unwrap()
         .failures(config.failures)
         .share(Share::Fixed(NonZeroU32::new(8).unwrap()))
         .build();
@@ -256,6 +257,43 @@ fn impossible_settings_are_refused() {
         ..other()
     });
     assert_eq!(alone.kind(), crate::error::ErrorKind::NoRuntime, "{alone}");
+}
+
+#[test]
+fn a_deadline_that_no_reply_meets_is_refused() {
+    let [micros, half, one] = [
+        Duration::from_micros(999),
+        Duration::from_millis(500),
+        Duration::from_secs(1),
+    ];
+    let store = |timeout| builder().timeout(timeout).connect_lazy().unwrap();
+    for (deadline, text) in [
+        (
+            one,
+            "a deadline of 1s above the timeout of 500ms, which ends a call to Redis first: use a timeout above two deadlines, such \
+             as 2.5s",
+        ),
+        (
+            micros,
+            "a deadline of 999\u{b5}s for Redis: use at least 1 ms, such as 100 ms",
+        ),
+    ] {
+        let in_code = Fallback::builder(store(half), LocalStore::default()).deadline(deadline);
+        assert_eq!(in_code.unwrap_err().to_string(), text);
+        let config = StoreConfig {
+            deadline,
+            timeout: half,
+            ..other()
+        };
+        let in_settings = AnyStore::from_config(&config).unwrap_err().to_string();
+        assert_eq!(in_settings, format!("invalid store configuration: {text}"));
+    }
+    for deadline in [half, Duration::from_millis(1)] {
+        let accepted = Fallback::builder(store(half), LocalStore::default()).deadline(deadline);
+        assert!(accepted.is_ok(), "{deadline:?}");
+    }
+    let short = Fallback::new(store(Duration::from_millis(40)), LocalStore::default());
+    assert!(settings(&short).contains("deadline: 40ms"), "{short:?}");
 }
 
 #[tokio::test]

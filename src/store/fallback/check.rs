@@ -24,11 +24,11 @@ use super::accounts::{Accounts, LockedCaller, is_of_time};
 use super::breaker::{Breaker, Ticket};
 use super::outage::Outage;
 use super::share::share_of;
-use super::{FallbackSettings, problem_of_deadline, recovery};
+use super::{FallbackSettings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Extra, Key, MadeBy, Mode, Source, Verdict};
-use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE, WRONG_DEADLINE};
+use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
 use crate::observe::{Observer, event, or_log};
 use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
@@ -46,7 +46,7 @@ pub(super) struct Partition<P, F> {
     pub(super) breaker: Breaker,
     /// The outage of all partitions.
     pub(super) outage: Arc<Outage>,
-    /// Done when the stores and the settings were [examined](Self::examine), at the first check.
+    /// Done when the fallback was [examined](Self::examine), at the first check.
     pub(super) examined: Arc<OnceFlag>,
     /// The policies whose share was reported as too small for a cost.
     pub(super) small_shares: Arc<Mutex<HashSet<u64>>>,
@@ -387,8 +387,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// Reports, once, a fallback that decides without the lock of the caller, and a deadline that the primary store cannot
-    /// keep.
+    /// Reports, once, a fallback that decides without the lock of the caller.
     #[cold]
     pub(super) fn examine(&self) {
         if !self.examined.claim() {
@@ -399,11 +398,6 @@ impl<P: Store, F: Store> Partition<P, F> {
                 "the fallback is not a `LocalStore` itself, so a caller may get more than one burst beyond the policy in \
                  an outage: use a `LocalStore`, and wrap the `Fallback` instead{OTHER_FALLBACK}"
             ));
-        }
-        if let Some(timeout) = self.primary.backend().deadline()
-            && let Some(problem) = problem_of_deadline(self.settings.deadline, timeout)
-        {
-            self.report(format_args!("{problem}{WRONG_DEADLINE}"));
         }
     }
 

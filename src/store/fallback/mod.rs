@@ -75,6 +75,7 @@ use super::{
 };
 use crate::background::TaskOwner;
 use crate::blocks::Blocks;
+use crate::error::ConfigError;
 use crate::limit::{Check, Decision, JointCheck, Key};
 use crate::observe::{event, shared_observer};
 use crate::util::{Clock, OnceFlag};
@@ -148,7 +149,7 @@ struct FallbackSettings {
 ///
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
 /// let store = Fallback::builder(redis, LocalStore::default())
-///     .deadline(Duration::from_millis(50))
+///     .deadline(Duration::from_millis(50))?
 ///     .share(4)
 ///     .build();
 /// # let _ = store;
@@ -164,16 +165,21 @@ pub struct FallbackBuilder<P, F> {
 
 impl<P: Store, F: Store> FallbackBuilder<P, F> {
     /// Sets the deadline of the primary store for a check, from the call of [`check`](Store::check). Defaults to 100
-    /// ms.
+    /// ms, or to the [`timeout`](crate::store::RedisStoreBuilder::timeout) of the [`RedisStore`](crate::RedisStore) if that
+    /// is shorter.
     ///
     /// If the runtime is late in that time, because handlers keep its threads, up to eight graces follow: together another
     /// deadline, and the delays of the runtime. See [a busy runtime](crate::guide::faults#a-busy-runtime).
     ///
-    /// A deadline above the [`timeout`](crate::store::RedisStoreBuilder::timeout) of a [`RedisStore`](crate::RedisStore), or
-    /// below 1 ms, is [reported](Observer::misconfigured) at the first check.
-    pub fn deadline(mut self, deadline: Duration) -> Self {
+    /// # Errors
+    ///
+    /// Over a `RedisStore`, if the deadline is above its timeout, which would end a call first, or below 1 ms.
+    pub fn deadline(mut self, deadline: Duration) -> Result<Self, ConfigError> {
+        if let Some(timeout) = self.primary.backend().deadline() {
+            refuse_deadline(deadline, timeout)?;
+        }
         self.settings.deadline = deadline;
-        self
+        Ok(self)
     }
 
     /// Sets the number of consecutive failures that open the breaker. Defaults to 3.
@@ -241,11 +247,14 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Returns a builder of a store in which `primary` decides, or `fallback` if it cannot: see [`new`](Self::new).
     pub fn builder(primary: P, fallback: F) -> FallbackBuilder<P, F> {
+        let timeout = primary.backend().deadline();
         FallbackBuilder {
             primary,
             fallback,
             settings: FallbackSettings {
-                deadline: Self::DEFAULT_DEADLINE,
+                deadline: timeout.map_or(Self::DEFAULT_DEADLINE, |timeout| {
+                    timeout.min(Self::DEFAULT_DEADLINE)
+                }),
                 failures: Self::DEFAULT_FAILURES,
                 share: Share::Fixed(NonZeroU32::MIN),
                 observer: OnceLock::new(),
@@ -334,23 +343,23 @@ impl<P, F> Fallback<P, F> {
     }
 }
 
-/// Returns the problem of a deadline of checks, if the primary store ends them after `timeout`.
-pub(super) fn problem_of_deadline(deadline: Duration, timeout: Duration) -> Option<String> {
+/// Refuses a deadline of checks that no reply meets, if the primary store ends them after `timeout`.
+fn refuse_deadline(deadline: Duration, timeout: Duration) -> Result<(), ConfigError> {
     // With less, every reply of Redis would be too late: each instance would count separately
     // although Redis works.
     if deadline < Duration::from_millis(1) {
-        return Some(format!(
+        return Err(ConfigError::new(format!(
             "a deadline of {deadline:?} for Redis: use at least 1 ms, such as 100 ms"
-        ));
+        )));
     }
     if deadline <= timeout {
-        return None;
+        return Ok(());
     }
-    Some(format!(
+    Err(ConfigError::new(format!(
         "a deadline of {deadline:?} above the timeout of {timeout:?}, which ends a call to Redis first: use a timeout above two \
          deadlines, such as {:?}",
         deadline.saturating_mul(5) / 2
-    ))
+    )))
 }
 
 /// Returns a caller of each partition, for probes.

@@ -123,6 +123,7 @@ async fn killed_connections_are_back_within_a_second_of_the_answer() {
     });
     let store = Fallback::builder(redis.connect().await.unwrap(), LocalStore::default())
         .deadline(PATIENT / 3)
+        .unwrap()
         .build();
     let source = async || {
         sleep(Duration::from_millis(1)).await;

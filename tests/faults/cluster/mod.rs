@@ -28,6 +28,7 @@ async fn far_masters_are_reached() {
     let redis = redis.connect_timeout(Duration::from_secs(20));
     let store = Fallback::builder(redis.connect_lazy().unwrap(), LocalStore::default())
         .deadline(ROUND_TRIP * 5 / 4)
+        .unwrap()
         .build();
     for caller in 0..8 {
         let caller = format!("caller-{caller}");

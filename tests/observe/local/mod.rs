@@ -24,7 +24,7 @@ use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::{OnMissingKey, Rejection};
 use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers};
 use tower_redis_ratelimit::settle::{RequestCost, Settlement};
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, RedisStoreBuilder, StoreError};
+use tower_redis_ratelimit::store::{BoxStore, ErrorKind, MockStore, RedisStoreBuilder, StoreError};
 use tower_redis_ratelimit::{
     CallLimitLayer, Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, Quota,
     RateLimitLayer, RedisStore, Strategy, ThrottleLayer,
@@ -44,6 +44,7 @@ fn nowhere() -> RedisStoreBuilder {
 fn fallback() -> Fallback<RedisStore, LocalStore> {
     Fallback::builder(nowhere().connect_lazy().unwrap(), LocalStore::default())
         .deadline(LONG)
+        .unwrap()
         .build()
 }
 
@@ -333,6 +334,7 @@ async fn a_store_keeps_its_own_observer() {
     let store = Fallback::builder(redis, LocalStore::default())
         .observer(of_fallback.clone())
         .deadline(LONG)
+        .unwrap()
         .build();
     send(
         &limited(layer_with(store, "9/h").observer(of_first.clone())),
@@ -540,7 +542,7 @@ async fn a_denial_with_success_is_reported_once() {
         panic!("it is reported once: {seen:?}");
     };
     assert!(
-        report.starts_with("a denial has the status 200, which tells the client that its request was served: give it")
+        report.starts_with("a rejection has the status 200, which tells the client that its request was served: give it")
             && report.ends_with("#denied-with-success)"),
         "{report}"
     );
@@ -583,7 +585,7 @@ async fn a_grpc_call_denied_over_http_is_suspected_once() {
         panic!("it is reported once: {seen:?}");
     };
     assert!(
-        report.starts_with("suspected: a gRPC call was denied over HTTP, which clients take for an unavailable server: enable")
+        report.starts_with("suspected: a gRPC call was rejected over HTTP, which clients take for a broken server: enable")
             && report.ends_with("#grpc-over-http)"),
         "{report}"
     );
@@ -593,6 +595,37 @@ async fn a_grpc_call_denied_over_http_is_suspected_once() {
         ("application/json", false),
     ] {
         assert_eq!(problems(kind, grpc).await, [""; 0]);
+    }
+}
+
+/// A request without a key, and one that no store can decide, are rejected too.
+#[tokio::test]
+async fn each_rejection_has_its_protocol_and_status() {
+    let problems = async |layer: RateLimitLayer<BoxStore, HeaderKey>,
+                          mut request: Request<String>| {
+        let notes = Problems::default();
+        let answer = |_: Rejection<'_>| Response::new(String::new());
+        let service = limited(layer.observer(notes.clone()).reject_with(answer));
+        *request.method_mut() = Method::POST;
+        let kind = "application/grpc".parse().unwrap();
+        request.headers_mut().insert("content-type", kind);
+        assert_eq!(send(&service, request).await.status(), 200);
+        notes.0.lock().unwrap().clone()
+    };
+    let local = layer_with(BoxStore::new(LocalStore::default()), "1/h");
+    let broken = layer_with(BoxStore::new(Broken), "1/h");
+    for (layer, request) in [(local, anonymous()), (broken, request("ann"))] {
+        let [success, grpc] = &problems(layer, request).await[..] else {
+            panic!("two reports");
+        };
+        assert!(
+            success.starts_with("a rejection has the status 200"),
+            "{success}"
+        );
+        assert!(
+            grpc.starts_with("suspected: a gRPC call was rejected over HTTP"),
+            "{grpc}"
+        );
     }
 }
 
@@ -833,42 +866,6 @@ async fn a_share_below_a_cost_is_reported_once() {
             "the whole policy does not allow it"
         );
     }
-}
-
-#[tokio::test]
-async fn a_deadline_that_no_reply_meets_is_reported() {
-    let problems = async |deadline: Duration, timeout: Duration| {
-        let notes = Problems::default();
-        let redis = nowhere().timeout(timeout).connect_lazy().unwrap();
-        let store = Fallback::builder(redis, LocalStore::default())
-            .deadline(deadline)
-            .build();
-        let limiter = Limiter::new(store, gcra("api", "9/h")).observer(notes.clone());
-        for _ in 0..2 {
-            let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
-        }
-        notes.0.lock().unwrap().clone()
-    };
-    let [half, one] = [500, 1_000].map(Duration::from_millis);
-    let seen = problems(one, half).await;
-    let [report] = &seen[..] else {
-        panic!("it is reported once: {seen:?}");
-    };
-    assert!(
-        report.starts_with("a deadline of 1s above the timeout of 500ms, which ends a call to Redis first: use a timeout above two deadlines")
-            && report.ends_with("#wrong-deadline)"),
-        "{report}"
-    );
-    let seen = problems(Duration::from_micros(999), half).await;
-    let [report] = &seen[..] else {
-        panic!("it is reported once: {seen:?}");
-    };
-    assert!(
-        report.starts_with("a deadline of 999\u{b5}s for Redis: use at least 1 ms")
-            && report.ends_with("#wrong-deadline)"),
-        "{report}"
-    );
-    assert_eq!(problems(half, half).await, [""; 0]);
 }
 
 #[tokio::test]

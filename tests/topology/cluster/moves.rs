@@ -271,6 +271,7 @@ async fn callers_split_across_nodes_are_decided() {
         LocalStore::default(),
     )
     .deadline(Duration::from_secs(2))
+    .unwrap()
     .build();
     let mut load = Load::start(&fallback, &callers, &policies);
     let home = cluster.owner(slot).await;

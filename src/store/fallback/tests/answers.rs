@@ -49,7 +49,10 @@ async fn late_answers_keep_local_grants() {
 async fn answers_from_before_an_outage_are_ignored() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
-        let store = rebuild(&store).deadline(Duration::from_secs(60)).build();
+        let store = rebuild(&store)
+            .deadline(Duration::from_secs(60))
+            .unwrap()
+            .build();
         let policies = policies(Strategy::Gcra, "100/100d");
         primary.set(Manner::After(Duration::from_secs(30)));
         let late = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
@@ -96,7 +99,10 @@ async fn answers_keep_unreconciled_grants() {
 #[tokio::test(start_paused = true)]
 async fn answers_without_reconciled_grants_are_ignored() {
     let (store, primary, _) = pair(1);
-    let store = rebuild(&store).deadline(Duration::from_secs(60)).build();
+    let store = rebuild(&store)
+        .deadline(Duration::from_secs(60))
+        .unwrap()
+        .build();
     let policies = policies(Strategy::Gcra, "100/100d");
     primary.set(Manner::After(Duration::from_secs(30)));
     let late = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
@@ -245,7 +251,7 @@ async fn the_deadline_begins_with_the_check() {
 #[tokio::test(start_paused = true)]
 async fn a_deadline_of_forever_is_none() {
     let (store, primary, _) = pair(1);
-    let store = rebuild(&store).deadline(Duration::MAX).build();
+    let store = rebuild(&store).deadline(Duration::MAX).unwrap().build();
     primary.set(Manner::After(Duration::from_secs(3_600)));
     assert!(
         store

@@ -154,7 +154,7 @@ async fn a_late_trial_is_followed_by_another() {
 #[tokio::test(start_paused = true)]
 async fn a_deadline_of_zero_is_no_late_notice() {
     let (store, primary, notices) = busy();
-    let store = rebuild(&store).deadline(Duration::ZERO).build();
+    let store = rebuild(&store).deadline(Duration::ZERO).unwrap().build();
     primary.set(Manner::Silent);
     let since = instant();
     assert_eq!(

@@ -69,7 +69,10 @@ async fn a_local_renewal_confirms_no_take() {
 #[tokio::test(start_paused = true)]
 async fn a_long_deadline_ends() {
     let (store, primary, _) = pair(2);
-    let store = rebuild(&store).deadline(Duration::from_secs(3600)).build();
+    let store = rebuild(&store)
+        .deadline(Duration::from_secs(3600))
+        .unwrap()
+        .build();
     open(&store, &primary).await;
     let at = instant();
     close(&store, &primary).await;

@@ -75,7 +75,10 @@ async fn an_outage_ends_a_flush_immediately() {
 #[tokio::test(start_paused = true)]
 async fn a_flush_waits_a_second_at_most() {
     let (store, primary, unflushed) = observed();
-    let store = rebuild(&store).deadline(Duration::from_secs(3_600)).build();
+    let store = rebuild(&store)
+        .deadline(Duration::from_secs(3_600))
+        .unwrap()
+        .build();
     let (rows, jobs) = two_jobs(&store).await;
     primary.set(Manner::Silent);
     drop(jobs);

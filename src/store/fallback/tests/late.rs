@@ -9,7 +9,10 @@ use super::*;
 #[tokio::test(start_paused = true)]
 async fn a_late_reply_lacks_an_unanswered_charge() {
     let (store, primary, reconciled) = pair(1);
-    let store = rebuild(&store).deadline(Duration::from_secs(60)).build();
+    let store = rebuild(&store)
+        .deadline(Duration::from_secs(60))
+        .unwrap()
+        .build();
     let policies = policies(Strategy::Gcra, "100/100d");
     primary.set(Manner::After(Duration::from_secs(30)));
     let late = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
@@ -58,7 +61,10 @@ async fn a_late_reply_lacks_grants_in_doubt() {
 fn a_late_reply_lacks_a_charge_whose_runtime_ended() {
     let (first, second) = (runtime(), runtime());
     let (store, primary, reconciled) = pair(1);
-    let store = rebuild(&store).deadline(Duration::from_secs(60)).build();
+    let store = rebuild(&store)
+        .deadline(Duration::from_secs(60))
+        .unwrap()
+        .build();
     let policies = policies(Strategy::Gcra, "100/100d");
     primary.set(Manner::After(Duration::from_secs(30)));
     let mut late = None;

@@ -21,7 +21,7 @@ async fn others_wait_while_an_instance_reconciles() {
     let far = [second.another(DELAY), second];
     let [first, second] = far
         .each_ref()
-        .map(|far| far.builder(2).deadline(5 * DELAY).build());
+        .map(|far| far.builder(2).deadline(5 * DELAY).unwrap().build());
     let (limit, two) = (
         policies(Strategy::Gcra, "60/100d"),
         policies(Strategy::Gcra, "2/100d"),
@@ -81,6 +81,7 @@ async fn instances_see_each_other_reconcile() {
             .unwrap();
         Fallback::builder(redis, LocalStore::default())
             .deadline(Duration::from_secs(20))
+            .unwrap()
             .build()
     };
     let [one, two, other] = [instance(), instance(), instance()];
