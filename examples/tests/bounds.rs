@@ -179,7 +179,7 @@ struct Attack {
     frames: fn(u32, usize) -> Vec<u8>,
 }
 
-const ATTACKS: [Attack; 17] = [
+const ATTACKS: [Attack; 16] = [
     Attack {
         name: "endless requests",
         window: 65_535,
@@ -340,18 +340,6 @@ const ATTACKS: [Attack; 17] = [
             let size = |bytes| frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, bytes]);
             let begun = [call(WATCH, stream), empty_message(stream), more(stream)];
             [begun.concat(), more(0), size(1), size(0)].concat()
-        },
-    },
-    Attack {
-        name: "large header tables and unknown frames",
-        window: 65_535,
-        reads: false,
-        data: 0,
-        // SETTINGS_HEADER_TABLE_SIZE.
-        frames: |stream, _| {
-            let table = frame(SETTINGS, 0, 0, &[0, 1, 0xff, 0xff, 0xff, 0xff]);
-            let call = [call(CHECK, stream), empty_message(stream)].concat();
-            [table, call, frame(0xfa, 0xff, 0, &[0; 16_384])].concat()
         },
     },
     Attack {
