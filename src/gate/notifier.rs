@@ -245,7 +245,7 @@ impl Notifier {
     pub(crate) fn grpc_over_http(&self) {
         if self.misconfiguration.grpc_over_http.claim() {
             let problem = format!(
-                "a gRPC call was rejected over HTTP, which clients take for a broken server: enable the feature `tonic` and add \
+                "a gRPC call was rejected over HTTP, so its client sees a broken server: enable the feature `tonic` and add \
                  `.reject(GrpcReject::new().or(HttpReject::new()))` to the layer, or ignore this if the service has no \
                  gRPC{GRPC_OVER_HTTP}"
             );

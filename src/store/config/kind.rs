@@ -19,7 +19,7 @@ pub enum StoreKind {
     Fallback,
     /// A [`RedisStore`](crate::RedisStore). It needs a URL. The log warns of settings that only a fallback has.
     Redis,
-    /// A [`LocalStore`](crate::LocalStore), even if there is a URL, of which the log warns.
+    /// A [`LocalStore`](crate::LocalStore), even if there is a URL. Then the log warns.
     Local,
 }
 

@@ -585,7 +585,7 @@ async fn a_grpc_call_denied_over_http_is_suspected_once() {
         panic!("it is reported once: {seen:?}");
     };
     assert!(
-        report.starts_with("suspected: a gRPC call was rejected over HTTP, which clients take for a broken server: enable")
+        report.starts_with("suspected: a gRPC call was rejected over HTTP, so its client sees a broken server: enable")
             && report.ends_with("#grpc-over-http)"),
         "{report}"
     );
