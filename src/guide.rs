@@ -27,6 +27,7 @@
 //! [performance]: crate::guide::performance
 //! [pitfalls]: crate::guide::pitfalls
 //! [plans]: crate::guide::recipes#plans-and-one-customers-limit
+//! [pool]: crate::guide::running#if-you-have-a-pool
 //! [proxies]: crate::guide::keys#behind-proxies
 //! [recipes]: crate::guide::recipes
 //! [reload]: crate::guide::recipes#new-limits-without-a-restart
@@ -34,8 +35,10 @@
 //! [runbook]: crate::guide::runbook
 //! [running]: crate::guide::running
 //! [servers]: crate::guide::servers
+//! [services]: crate::guide::servers#managed-services-and-forks
 //! [settling]: crate::guide::settling
 //! [several]: crate::guide::recipes#several-limits-of-one-caller
+//! [short]: crate::guide::running#short-processes
 //! [sizing]: crate::guide::sizing
 //! [sockets]: crate::guide::recipes#websockets-few-at-a-time-and-few-messages
 //! [sold]: crate::guide::choosing#what-people-sell
