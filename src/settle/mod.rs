@@ -19,5 +19,4 @@ pub use charges::Settlement;
 pub use request_cost::RequestCost;
 pub use reservation::{Reservation, ReserveError};
 
-
 use charges::RequestCharges;

@@ -110,7 +110,7 @@ async fn an_outage_loses_no_strike() {
     let mut instances = vec![];
     for _ in 0..3 {
         let store = Fallback::builder(redis(), LocalStore::default());
-        let store = store.deadline(long).build();
+        let store = store.deadline(long).unwrap().build();
         let limiter = Limiter::new(store.clone(), policy("1/d"));
         instances.push((store, limiter.block_after(strikes, HOUR).unwrap()));
     }
