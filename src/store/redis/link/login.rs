@@ -178,8 +178,7 @@ impl Login {
         tokio::spawn(running.run(source, user, self.patience));
     }
 
-    /// Records the outcome of a call. Ignores a call that began before the last one that has ended: its runtime may have
-    /// stalled.
+    /// Records the outcome of a call. Ignores it if a later call has ended before: the runtime of this one has stalled.
     fn returned(&self, began: Instant, outcome: Result<Credentials, StoreError>) {
         let mut state = lock(&self.state);
         if state.last.as_ref().is_some_and(|last| began < last.began) {

@@ -91,7 +91,7 @@ impl NodeQueue {
     ) -> Option<usize> {
         // First, since the last batch of this worker has been answered.
         if !callers.is_empty() {
-            // The requests that its batch has admitted will end soon too, so what they give back shares a call.
+            // The requests that its batch has admitted end soon too: their refunds and releases can share a call.
             self.sent_at = Some(now);
         }
         self.let_go(callers);
