@@ -488,6 +488,17 @@ fn ignored_settings_are_logged() {
     assert_lines(&open(StoreKind::Redis), &[redis]);
     assert_lines(&open(StoreKind::Auto), &[]);
     assert_lines(&open(StoreKind::Fallback), &[]);
+    let in_url = StoreConfig::default()
+        .kind(StoreKind::Redis)
+        .url(format!("{url}?share=4"));
+    AnyStore::from_config(&in_url).unwrap();
+    let share = "WARN the kind of the store is `redis`, so it ignores `share`: use the kind `fallback` to decide in this process \
+                 while Redis is down, or remove the setting";
+    assert_lines(&lines.take(), &[share]);
+    AnyStore::from_config(&StoreConfig::default().prefix("shop")).unwrap();
+    let no_url = "WARN the store has no `url`, so it ignores `prefix` and counts in this process only: add the `url`, or use the \
+                  kind `local` if that is intended";
+    assert_lines(&lines.take(), &[no_url]);
     AnyStore::from_config(&StoreConfig::default().kind(StoreKind::Local)).unwrap();
     assert_lines(&lines.take(), &[]);
 }

@@ -94,6 +94,13 @@ impl Counts {
         config.kind = StoreKind::Redis;
         // An operator can wait longer than a request.
         config.timeout = Duration::from_secs(10);
+        config.connect_timeout = config.connect_timeout.map(|time| time.max(config.timeout));
+        // Those of the service's fallback, which this program does not need.
+        let unused = StoreConfig::default();
+        config.deadline = unused.deadline;
+        config.failures = unused.failures;
+        config.share = unused.share;
+        config.local_keys = unused.local_keys;
         let store = connect(&config)?;
         let only_these = !args.policies.is_empty();
         Ok(Self {

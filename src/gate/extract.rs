@@ -152,11 +152,9 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
     }
 
     fn examine(&self, request: &R, layer: &Notifier) {
+        // Also the second one, without a look for the first key: requests without that key may come later.
         self.first.examine(request, layer);
-        let first = self.first.extract(request);
-        if first.is_err_and(|missing| missing.may_have_another()) {
-            self.second.examine(request, layer);
-        }
+        self.second.examine(request, layer);
     }
 
     fn forms(&self) -> KeyForms {

@@ -335,10 +335,16 @@ impl Notifier {
         }
     }
 
-    /// Returns `true` for the first requests of the layer, which are examined for mistakes.
+    /// Returns `true` for the first requests of the layer, which are examined for mistakes. Requests that show nothing of a
+    /// forwarded one's kind, such as health checks, prolong the count of [these](Self::forwarded).
     #[inline]
     pub(super) fn examines_requests(&self) -> bool {
-        self.misconfiguration.examined.load(Relaxed) < Misses::REPORT_AT
+        let Misconfiguration {
+            examined,
+            forwarded,
+            ..
+        } = &*self.misconfiguration;
+        examined.load(Relaxed) < Misses::REPORT_AT || forwarded.is_counting()
     }
 
     /// Counts an examined request. Returns `true` for the first one.

@@ -234,8 +234,8 @@ pub struct StillDegraded<'a> {
     pub checks: u64,
     /// As in [`Degraded`].
     pub share: NonZeroU32,
-    /// Why the last probe failed. It may differ from the error that began the outage. `None` if the primary store
-    /// replies, and the fallback's grants are being charged to it.
+    /// Why the last probe failed. It may differ from the error that began the outage. `None` if the primary store replies,
+    /// but the fallback's grants are not all charged to it.
     pub error: Option<&'a StoreError>,
 }
 

@@ -44,6 +44,12 @@ impl Misses {
         self.count.load(Relaxed) < Self::REPORT_AT
     }
 
+    /// Returns `true` after the first request without it, until the count ends.
+    #[inline]
+    pub(crate) fn is_counting(&self) -> bool {
+        (1..Self::REPORT_AT).contains(&self.count.load(Relaxed))
+    }
+
     /// Ends the count, since a request includes what the layer reads.
     #[inline]
     pub(crate) fn found(&self) {

@@ -86,18 +86,20 @@ impl AnyStore {
     /// below 1 ms or above the timeout; [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
     /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside a Tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
+        let mut config = config.clone();
+        let mut servers = config.url.as_ref().map(Servers::from);
+        if let Some(share) = servers.as_mut().and_then(Servers::take_share) {
+            config.share = share;
+        }
         config.log_ignored();
-        Ok(match (config.kind, &config.url) {
-            (StoreKind::Local, _) | (StoreKind::Auto, None) => Self::Local(local(config)),
-            (kind @ (StoreKind::Redis | StoreKind::Auto | StoreKind::Fallback), Some(url)) => {
-                let mut servers = Servers::from(url);
-                let share = servers.take_share().unwrap_or(config.share);
-                let redis = redis(config, servers)?.connect_lazy()?;
-                if kind == StoreKind::Redis {
-                    Self::Redis(redis)
-                } else {
-                    Self::Fallback(fallback(config, redis, share)?)
-                }
+        Ok(match (config.kind, servers) {
+            (StoreKind::Local, _) | (StoreKind::Auto, None) => Self::Local(local(&config)),
+            (StoreKind::Redis, Some(servers)) => {
+                Self::Redis(redis(&config, servers)?.connect_lazy()?)
+            }
+            (StoreKind::Auto | StoreKind::Fallback, Some(servers)) => {
+                let redis = redis(&config, servers)?.connect_lazy()?;
+                Self::Fallback(fallback(&config, redis)?)
             }
             (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
                 return Err(wrong_url(format_args!(
@@ -116,7 +118,8 @@ impl AnyStore {
     ///
     /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for an invalid URL. An
     /// empty variable is an invalid URL: if a secret is lost, the instances must not silently count
-    /// separately.
+    /// separately. [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for a URL with `share=alive` outside a Tokio
+    /// runtime.
     pub fn from_env(variable: &str) -> Result<Self, StoreError> {
         Self::from_config(&StoreConfig::from_env(variable)?)
     }
@@ -187,10 +190,9 @@ pub(super) fn redis(
 pub(super) fn fallback(
     config: &StoreConfig,
     redis: RedisStore,
-    share: ShareConfig,
 ) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
     let builder = Fallback::builder(redis.clone(), local(config)).deadline(config.deadline)?;
-    let share = match share {
+    let share = match config.share {
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
         ShareConfig::Alive => Share::Alive(redis.announce()?),
     };

@@ -20,16 +20,19 @@ const INTERVAL: Duration = Duration::from_millis(1);
 /// store may have no hooks.
 pub(crate) async fn flush(store: &impl Store, own: Option<&OpQueue>) -> bool {
     let since = instant();
-    // Kept until the end: a queue that is dropped with its layer takes its count of lost operations with it.
-    let queues = match store.backend().waiters() {
+    let list = || match store.backend().waiters() {
         Some(waiters) => waiters.op_queues(),
         None => own.cloned().into_iter().collect(),
     };
+    // Kept until the end: a queue that is dropped with its layer takes its count of lost operations with it.
+    let mut queues = list();
     let lost_before = lost(&queues);
     loop {
         let operations = queues.iter().map(OpQueue::owed).sum();
+        // After the sum: an operation that has ended may have left its refunds to a new queue.
+        let has_new = add_new(&mut queues, list());
         let unreconciled = store.backend().unreconciled();
-        if operations == 0 && unreconciled.accounts == 0 {
+        if operations == 0 && !has_new && unreconciled.accounts == 0 {
             return lost(&queues) == lost_before;
         }
         let is_in_vain = unreconciled.is_outage || Handle::try_current().is_err();
@@ -39,6 +42,17 @@ pub(crate) async fn flush(store: &impl Store, own: Option<&OpQueue>) -> bool {
         }
         sleep(INTERVAL).await;
     }
+}
+
+/// Adds the queues that are not in the list. Returns `true` if there are any.
+fn add_new(queues: &mut Vec<OpQueue>, all: Vec<OpQueue>) -> bool {
+    let before = queues.len();
+    for queue in all {
+        if !queues.iter().any(|known| known.is(&queue)) {
+            queues.push(queue);
+        }
+    }
+    queues.len() > before
 }
 
 fn lost(queues: &[OpQueue]) -> usize {

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use pin_project_lite::pin_project;
-use tokio::task::coop::unconstrained;
+use tokio::task::coop::{has_budget_remaining, unconstrained};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::instant;
@@ -79,8 +79,13 @@ impl<F: Future> Patient<F> {
         }
     }
 
-    /// Resolves at the next look: to `None` if another one follows.
-    fn poll_look(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<NoOutput>> {
+    /// Resolves at the next look: to `None` if another one follows. `had_budget` is whether the task had some before the
+    /// future was polled.
+    fn poll_look(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        had_budget: bool,
+    ) -> Poll<Option<NoOutput>> {
         let mut this = self.project();
         let Some(end) = *this.end else {
             return Poll::Pending;
@@ -92,8 +97,13 @@ impl<F: Future> Patient<F> {
         let Some(mut timer) = this.timer.as_pin_mut() else {
             return Poll::Pending;
         };
-        // The future may have used up the budget of this task: data that never end must not end all looks.
-        ready!(Pin::new(&mut unconstrained(timer.as_mut())).poll(cx));
+        // If the future has used up the budget of this task: data that never end must not end all looks. If others have, the
+        // output may be there without being seen.
+        if had_budget {
+            ready!(Pin::new(&mut unconstrained(timer.as_mut())).poll(cx));
+        } else {
+            ready!(timer.as_mut().poll(cx));
+        }
         let now = instant();
         let delay = now.saturating_duration_since(timer.deadline());
         *this.delay += delay;
@@ -124,6 +134,7 @@ impl<F: Future> Future for Patient<F> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut end = None;
+        let had_budget = has_budget_remaining();
         loop {
             // Also after a look: the output may have arrived between the two polls.
             if let Poll::Ready(output) = self.as_mut().future().poll(cx) {
@@ -132,7 +143,7 @@ impl<F: Future> Future for Patient<F> {
             if let Some(reason) = end {
                 return Poll::Ready(Err(reason));
             }
-            end = ready!(self.as_mut().poll_look(cx));
+            end = ready!(self.as_mut().poll_look(cx, had_budget));
         }
     }
 }

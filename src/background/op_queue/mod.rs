@@ -322,6 +322,11 @@ impl OpQueue {
         self.shared.lost.load(Ordering::Acquire)
     }
 
+    /// Returns `true` if both have the same operations.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
     /// Returns the same queue with a separate [reference count](OwnCount).
     pub(crate) fn copy(&self) -> Self {
         Self {

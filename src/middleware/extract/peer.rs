@@ -586,6 +586,43 @@ mod tests {
         }
     }
 
+    /// A health check from the own network shows nothing, however many there are.
+    #[test]
+    fn health_checks_hide_no_public_proxies() {
+        use tower::{Layer, ServiceExt, service_fn};
+
+        let problems = Arc::new(Problems::default());
+        let policy = crate::Policy::new("api", crate::Strategy::Gcra, "100000/h").unwrap();
+        let layer = crate::RateLimitLayer::new(crate::LocalStore::default(), PeerIp, policy)
+            .observer(problems.clone());
+        let service = layer.layer(service_fn(async |_: Request<String>| {
+            Ok::<_, std::convert::Infallible>(http::Response::new(String::new()))
+        }));
+        let send = |peer: &str, header: Option<&str>| {
+            let mut request =
+                Request::builder().extension(SocketAddr::new(peer.parse().unwrap(), 1));
+            if let Some(value) = header {
+                request = request.header("x-forwarded-for", value);
+            }
+            let request = request.body(String::new()).unwrap();
+            let response = service.clone().oneshot(request);
+            futures_util::FutureExt::now_or_never(response)
+                .unwrap()
+                .unwrap();
+        };
+        for number in 0..1_000 {
+            if number % 2 == 1 {
+                send("10.0.0.9", None);
+            }
+            send("203.0.113.9", Some("198.51.100.7"));
+        }
+        let reports = problems.0.lock().unwrap();
+        assert!(
+            reports.len() == 1 && reports[0].starts_with("suspected: all of"),
+            "{reports:?}"
+        );
+    }
+
     /// Two apps in one process share no report.
     #[test]
     fn each_layer_reports_its_proxy() {

@@ -150,8 +150,8 @@ settings! {
     ///
     /// They are the settings of [`RedisStoreBuilder`](super::RedisStoreBuilder), [`Fallback`] and
     /// [`LocalStore`], with the same defaults. Settings that the [`kind`](Self::kind) does not use
-    /// are ignored. The log warns of a URL with [`StoreKind::Local`], and of a deadline, failures, a share or local keys with
-    /// [`StoreKind::Redis`].
+    /// are ignored. The log warns of a URL with [`StoreKind::Local`], of a deadline, failures, a share or local keys with
+    /// [`StoreKind::Redis`], and of any setting but local keys with [`StoreKind::Auto`] and no URL.
     ///
     /// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Every setting may
     /// be given as text. A missing setting has its default, and an unknown name is an error. A duration
@@ -283,7 +283,8 @@ settings! {
         denials: usize = 10_000;
     }
     {
-        /// See [`FallbackBuilder::deadline`](crate::store::FallbackBuilder::deadline). At least a millisecond; defaults to 100 ms.
+        /// See [`FallbackBuilder::deadline`](crate::store::FallbackBuilder::deadline). At least a millisecond, and at most the
+        /// [`timeout`](Self::timeout); defaults to 100 ms.
         #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
         deadline: Duration = Both::DEFAULT_DEADLINE;
         /// See [`FallbackBuilder::failures`](crate::store::FallbackBuilder::failures). Defaults to 3.
@@ -358,6 +359,17 @@ impl StoreConfig {
                     log_settings(&format!(
                         "the kind of the store is `redis`, so it ignores `{}`: use the kind `fallback` to decide in this process while \
                          Redis is down, or remove the setting",
+                        ignored.join("`, `")
+                    ));
+                }
+            }
+            StoreKind::Auto if self.url.is_none() => {
+                let mut ignored = self.changed();
+                ignored.retain(|name| *name != "local_keys");
+                if !ignored.is_empty() {
+                    log_settings(&format!(
+                        "the store has no `url`, so it ignores `{}` and counts in this process only: add the `url`, or use the kind \
+                         `local` if that is intended",
                         ignored.join("`, `")
                     ));
                 }

@@ -71,7 +71,7 @@ fn defaults_are_those_of_the_stores() {
     let store = || builder().connect_lazy().unwrap();
     let expected = Fallback::new(store(), LocalStore::default());
     assert_eq!(
-        settings(&fallback(&config, store(), config.share).unwrap()),
+        settings(&fallback(&config, store()).unwrap()),
         settings(&expected)
     );
     assert_eq!(config.local_keys, LocalStore::DEFAULT_KEYS);
@@ -103,7 +103,7 @@ fn every_setting_reaches_its_store() {
         .share(Share::Fixed(NonZeroU32::new(8).unwrap()))
         .build();
     assert_eq!(
-        settings(&fallback(&config, store(), config.share).unwrap()),
+        settings(&fallback(&config, store()).unwrap()),
         settings(&expected)
     );
 }

@@ -324,8 +324,15 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// neither charged there afterwards nor ever refunded, but a reset is repeated. A release and a refund may be for the
     /// primary store only.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> NextStep<P, F> {
-        // User code may count the instances: call it before the caller is locked.
-        let instances = self.settings.share.instances();
+        // Before the caller is locked: code of the application may count the instances, and the windows of a calendar.
+        let policies = match self.settings.share.instances() {
+            NonZeroU32::MIN => check.policies().clone(),
+            instances => share_of(check.policies(), instances),
+        };
+        let share = check.clone().under(policies.clone());
+        if let Err(error) = self.fallback.backend().prepare(&share) {
+            return Answer::ready(Err(of_fallback(error, in_doubt)));
+        }
         let mut caller = self.accounts.caller(check.key());
         let check = match check.mode() {
             Mode::Refund => match self.refund_here(check, in_doubt, &mut caller) {
@@ -342,14 +349,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             Mode::TakeAhead => check.clone().with_mode(Mode::Take),
             _ => check.clone(),
         };
-        let share = match instances {
-            NonZeroU32::MIN => check.clone(),
-            _ => check.clone().under(share_of(check.policies(), instances)),
-        };
-        // Before the lock: this may call a function of the application.
-        if let Err(error) = self.fallback.backend().prepare(&share) {
-            return Answer::ready(Err(error));
-        }
+        let share = check.clone().under(policies);
         // Under the lock, no reply can warm the fallback between a grant and its record. A release grants nothing, and
         // wakes waiters.
         let is_locked = self.locks_while_it_decides() && check.mode() != Mode::Release;
@@ -452,13 +452,17 @@ impl<P: Store, F: Store> Partition<P, F> {
         let answer = answer.map_err(|error| match check.mode() {
             // The account has deducted the refund, so its owner must not repeat it.
             Mode::Refund => StoreError::new(error.kind()),
-            _ => error,
+            _ => of_fallback(error, in_doubt),
         });
         // A cost that exceeds the share but fits the whole policy is denied until the primary store
         // may decide it, after the next probe.
         let decision = answer?;
         let mut verdicts = decision.verdicts().clone();
+        let calendar_micros = verdicts.calendar_micros();
         verdicts.at = now - verdicts.age;
+        if let Some(micros) = calendar_micros {
+            verdicts.ahead = micros - now;
+        }
         // A custom fallback may have decided on other policies than requested.
         for (verdict, whole) in verdicts.each.iter_mut().zip(check.policies()) {
             if verdict.wait == Verdict::NEVER && !whole.never_fits(check.cost()) {
@@ -541,6 +545,11 @@ fn elsewhere(in_doubt: bool) -> StoreError {
             .with_message("the primary store cannot decide now: send it again")
             .not_sent()
     }
+}
+
+/// The error of the fallback for a check. If it is in doubt, the primary store may have run the check.
+fn of_fallback(error: StoreError, in_doubt: bool) -> StoreError {
+    if in_doubt { error.maybe_sent() } else { error }
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {

@@ -84,7 +84,9 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Returns `false` if the next attempt should come after a longer pause.
     async fn attempt(&self) -> bool {
         let well = if self.breaker.is_open() {
-            self.recover().await
+            let well = self.recover().await;
+            self.report_outage(None);
+            well
         } else {
             self.reconcile_while_usable().await
         };
@@ -97,9 +99,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// too. Otherwise the primary store would grant again what the instances have already granted. Returns `false` if the
     /// primary store fails again.
     async fn recover(&self) -> bool {
-        let pinged = self.ping().await;
-        self.report_outage(pinged.as_ref().err());
-        if pinged.is_err() {
+        if let Err(error) = self.ping().await {
+            self.report_outage(Some(&error));
             if self.accounts.is_full() {
                 self.sweep().await;
             }

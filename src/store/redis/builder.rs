@@ -464,7 +464,7 @@ impl RedisStoreBuilder {
             && time < settings.timeout
         {
             return Err(ConfigError::new(format!(
-                "a connect_timeout of {time:?} below the timeout of {:?}: use a longer one, such as 2 s, or a shorter timeout",
+                "a connect_timeout of {time:?} below the timeout of {:?}: use a longer one, or a shorter timeout",
                 settings.timeout
             )));
         }

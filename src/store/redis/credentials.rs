@@ -135,7 +135,7 @@ impl CredentialSource {
                  the server: make it faster, or raise `connect_timeout`",
             ),
             Self::File(file) => unreadable(format!(
-                "the file {} did not open or end in time: use the path of a regular file",
+                "the file {} did not open or end in time: use the path of a regular file, or check its file system",
                 shown(&file.path)
             )),
         }

@@ -8,7 +8,7 @@ use serde_json::json;
 use tower_redis_ratelimit::extract::key_fn;
 use tower_redis_ratelimit::select::{Live, Tiers};
 use tower_redis_ratelimit::strategy::{Align, Calendar};
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Quota, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
 
 use crate::mocks::{gcra, layer};
 
@@ -86,8 +86,7 @@ fn idempotency_key(request: &Parts) -> Option<Key> {
 #[tokio::test(start_paused = true)]
 async fn each_line_of_code_compiles() -> Result<(), Box<dyn std::error::Error>> {
     let billing = sold!(= Align::Calendar(Calendar::custom("billing", window_of)?));
-    let quota = sold!(= Quota::per_month(10_000));
-    let plan = Policy::new("plan", Strategy::FixedWindow(billing), quota)?;
+    let plan = Policy::new("plan", Strategy::FixedWindow(billing), "10000/month")?;
 
     let limits = layer("100/min");
     let limits = sold!(limits.block_after("20/min", Duration::from_secs(600))?);

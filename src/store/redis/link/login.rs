@@ -388,10 +388,6 @@ impl LoggedIn {
 
     /// Returns `true` if there are newer credentials.
     pub(super) fn is_due(&self) -> bool {
-        // First, since it is fast, and each call of a script gets here.
-        if !self.calls.has_changed().unwrap_or(false) {
-            return false;
-        }
         match &*self.calls.borrow() {
             Some(newest) => !Arc::ptr_eq(newest, &self.with),
             None => false,
@@ -400,10 +396,15 @@ impl LoggedIn {
 
     /// Returns the command that sends newer credentials, if there are any.
     pub(super) fn due(&mut self) -> Option<Cmd> {
-        if !self.is_due() {
+        // First, since it is fast, and each call of a script gets here.
+        if !self.calls.has_changed().unwrap_or(false) {
             return None;
         }
-        self.with = self.calls.borrow_and_update().clone()?;
+        let newest = self.calls.borrow_and_update().clone()?;
+        if Arc::ptr_eq(&newest, &self.with) {
+            return None;
+        }
+        self.with = newest;
         Some(self.with.command())
     }
 

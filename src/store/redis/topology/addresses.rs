@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
-use crate::error::ConfigError;
+use crate::error::{ConfigError, printable};
 use crate::util::contain;
 
 type Reachable = dyn Fn(&str, u16) -> Option<(String, u16)> + Send + Sync;
@@ -12,6 +12,11 @@ type Reachable = dyn Fn(&str, u16) -> Option<(String, u16)> + Send + Sync;
 /// Maps the addresses that servers announce to those at which this process reaches them.
 #[derive(Clone, Default)]
 pub(in crate::store::redis) struct AddressMap(Option<Arc<Reachable>>);
+
+/// Returns an announced host for an error.
+fn shown(host: &str) -> String {
+    printable(host, 255)
+}
 
 impl AddressMap {
     pub(in crate::store::redis) fn new(
@@ -35,13 +40,15 @@ impl AddressMap {
         };
         let Some(reached) = contain(|| reachable(host, port)) else {
             return Err(ConfigError::new(format!(
-                "the address map panicked for {host}:{port}: return `None` for addresses that it does not know"
+                "the address map panicked for {}:{port}: return `None` for addresses that it does not know",
+                shown(host)
             )));
         };
         match reached {
             Some((to, to_port)) if to.is_empty() || to_port == 0 => Err(ConfigError::new(format!(
-                "the address map leads from {host}:{port} to \"{to}:{to_port}\", which is no address: map it to a host and a \
-                 port, or to none to keep it"
+                "the address map leads from {}:{port} to \"{to}:{to_port}\", which is no address: map it to a host and a \
+                 port, or to none to keep it",
+                shown(host)
             ))),
             reached => Ok(reached),
         }
@@ -64,11 +71,14 @@ impl AddressMap {
         for (host, port) in announced {
             let to = self.reach(host, port)?;
             let to = to.unwrap_or_else(|| (host.to_owned(), port));
-            let shown = format!("{}:{}", to.0, to.1);
+            let reached_at = format!("{}:{}", to.0, to.1);
             if let Some((other, other_port)) = reached.insert(to, (host, port)) {
-                let mut both = [format!("{other}:{other_port}"), format!("{host}:{port}")];
+                let mut both = [
+                    format!("{}:{other_port}", shown(other)),
+                    format!("{}:{port}", shown(host)),
+                ];
                 both.sort();
-                return Err(two_to_one(&both[0], &both[1], &shown));
+                return Err(two_to_one(&both[0], &both[1], &reached_at));
             }
         }
         Ok(())

@@ -120,7 +120,9 @@ impl NodeQueue {
 
     /// Returns `true` if only checks that may be delayed are queued, fewer than fill a batch, and it is too early for them.
     fn waits_for_others(&self, max: usize, now: Instant) -> bool {
-        if self.jobs.waiting() >= max || self.waits_until(now).is_none() {
+        // While another worker runs there is no timer.
+        let is_last = self.jobs.workers == 1;
+        if !is_last || self.jobs.waiting() >= max || self.waits_until(now).is_none() {
             return false;
         }
         self.jobs.iter().all(|job| may_be_delayed(&job.check))

@@ -40,6 +40,8 @@ use crate::util::{RandomState, instant, jittered, lock};
 /// Interval between two polls of the watch: short enough to notice a failover within a second, even
 /// if one sentinel is slow.
 const WATCH: Duration = Duration::from_millis(250);
+/// Longest wait of the watch for one sentinel.
+const LONGEST_LOOK: Duration = Duration::from_secs(2);
 
 /// Outcome of a query of all sentinels.
 struct Election {
@@ -293,12 +295,13 @@ impl Sentinels {
             outvoted.resize(this.sentinels.len(), None);
             turn = turn.wrapping_add(1) % connections.len();
             let connection = &mut connections[turn];
-            // Connecting takes several round trips.
+            // Connecting takes several round trips. A sentinel that never replies must not keep the others waiting for long.
             let patience = if connection.is_some() {
                 WATCH.max(this.patience() / 2)
             } else {
                 (2 * WATCH).max(this.patience())
             };
+            let patience = patience.min(LONGEST_LOOK);
             let report = timeout(patience, this.ask(connection, &this.sentinels[turn])).await;
             let Ok(Ok(master)) = report else { continue };
             let is_news = match &*lock(&this.known) {
