@@ -586,7 +586,7 @@ mod tests {
         }
     }
 
-    /// A health check from the own network shows nothing, however many there are.
+    /// Health checks from the own network say nothing about proxies.
     #[test]
     fn health_checks_hide_no_public_proxies() {
         use tower::{Layer, ServiceExt, service_fn};

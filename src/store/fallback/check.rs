@@ -547,7 +547,7 @@ fn elsewhere(in_doubt: bool) -> StoreError {
     }
 }
 
-/// The error of the fallback for a check. If it is in doubt, the primary store may have run the check.
+/// Returns the error of the fallback for a check. The primary store may have run it if `in_doubt`.
 fn of_fallback(error: StoreError, in_doubt: bool) -> StoreError {
     if in_doubt { error.maybe_sent() } else { error }
 }
