@@ -586,7 +586,7 @@ mod tests {
         }
     }
 
-    /// Health checks from the own network say nothing about proxies.
+    /// Health checks from the own network are of no proxy.
     #[test]
     fn health_checks_hide_no_public_proxies() {
         use tower::{Layer, ServiceExt, service_fn};
