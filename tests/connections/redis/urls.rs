@@ -144,7 +144,7 @@ fn mistakes_in_a_url_are_named() {
         ),
         (
             "redis://a/?protocl=resp3",
-            "parameter `protocl` is unknown: write `prefix`, `protocol`",
+            "parameter `protocl` is unknown: write `prefix`, `share`, `protocol`",
         ),
         ("redis://a/?db=3", "parameter `db` is unknown"),
         (
@@ -161,7 +161,7 @@ fn mistakes_in_a_url_are_named() {
         ),
         (
             "redis+sentinel://a/mymaster?sentinel_pasword=hunter2",
-            "`sentinel_pasword` is unknown: write `prefix`, `protocol`, `password_file`, `sentinel_user`",
+            "`sentinel_pasword` is unknown: write `prefix`, `share`, `protocol`, `password_file`, `sentinel_user`",
         ),
         (
             "redis+unix:///tmp/redis?password=hunter2",
@@ -181,7 +181,7 @@ fn mistakes_in_a_url_are_named() {
         ),
         (
             "redis://app:1234?hunter2@a/",
-            "its parameter is unknown: write `prefix`, `protocol`, `password_file`, and in a password a `?` as `%3F` and an `&` as `%26`",
+            "its parameter is unknown: write `prefix`, `share`, `protocol`, `password_file`, and in a password a `?` as `%3F` and an `&` as `%26`",
         ),
         ("redis://a/-1", "its database is -1"),
         ("redis+unix:///tmp/redis?db=-1", "its database is -1"),
