@@ -353,29 +353,33 @@ impl StoreConfig {
                  kind `auto` to count in Redis, or remove the `url`",
             ),
             StoreKind::Redis => {
-                let mut ignored = self.changed();
-                ignored.retain(|name| OF_FALLBACK.contains(name));
-                if !ignored.is_empty() {
+                if let Some(ignored) = self.list_changed(|name| OF_FALLBACK.contains(&name)) {
                     log_settings(&format!(
-                        "the kind of the store is `redis`, so it ignores `{}`: use the kind `fallback` to decide in this process while \
-                         Redis is down, or remove the setting",
-                        ignored.join("`, `")
+                        "the kind of the store is `redis`, so it ignores {ignored}: use the kind `fallback` to decide in this process while \
+                         Redis is down, or remove the setting"
                     ));
                 }
             }
             StoreKind::Auto if self.url.is_none() => {
-                let mut ignored = self.changed();
-                ignored.retain(|name| *name != "local_keys");
-                if !ignored.is_empty() {
+                if let Some(ignored) = self.list_changed(|name| name != "local_keys") {
                     log_settings(&format!(
-                        "the store has no `url`, so it ignores `{}` and counts in this process only: add the `url`, or use the kind \
-                         `local` if that is intended",
-                        ignored.join("`, `")
+                        "the store has no `url`, so it ignores {ignored} and counts in this process only: add the `url`, or use the kind \
+                         `local` if that is intended"
                     ));
                 }
             }
             StoreKind::Local | StoreKind::Auto | StoreKind::Fallback => {}
         }
+    }
+
+    /// Returns the settings among `these` that differ from their defaults, for a message. `None` if all are equal.
+    fn list_changed(&self, these: impl Fn(&str) -> bool) -> Option<String> {
+        let mut changed = self.changed();
+        changed.retain(|name| these(name));
+        if changed.is_empty() {
+            return None;
+        }
+        Some(format!("`{}`", changed.join("`, `")))
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {

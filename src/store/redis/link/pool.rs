@@ -920,6 +920,15 @@ mod tests {
         current: Arc<AtomicU64>,
     }
 
+    impl InEpoch {
+        fn of(server: &RedisServer) -> Self {
+            Self {
+                server: server.url().into_connection_info().unwrap(),
+                current: Arc::default(),
+            }
+        }
+    }
+
     impl Connect for InEpoch {
         async fn connect(&self) -> Result<Link, StoreError> {
             let dialer = Dialer::new(PATIENCE, None, None);
@@ -968,10 +977,7 @@ mod tests {
     #[tokio::test]
     async fn a_busy_runtime_keeps_a_pinged_connection() {
         let server = RedisServer::start();
-        let to = InEpoch {
-            server: server.url().into_connection_info().unwrap(),
-            current: Arc::default(),
-        };
+        let to = InEpoch::of(&server);
         let times = Times {
             connect: PATIENCE,
             ping: Duration::from_millis(20),
@@ -1116,10 +1122,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn upkeep_waits_for_no_connection() {
         let server = RedisServer::start();
-        let to = InEpoch {
-            server: server.url().into_connection_info().unwrap(),
-            current: Arc::default(),
-        };
+        let to = InEpoch::of(&server);
         let times = Times {
             connect: PATIENCE,
             ping: PATIENCE,
