@@ -354,7 +354,7 @@ async fn another_key_is_extracted_only_for_blocks() {
     assert_eq!(extracted.load(Ordering::Relaxed), 2);
 }
 
-/// Somebody types the name of ann at a login form until the denials block. By the name, ann herself is blocked then.
+/// A client enters ann's name in a login form until its denials begin a block. A block by that name is ann's own.
 #[tokio::test(start_paused = true)]
 async fn a_typed_name_blocks_no_other_client() {
     let by_address = key_fn(|request| request.headers.get("x-address").map(Key::new));

@@ -282,7 +282,7 @@ async fn an_outage_frees_nobody() {
     assert!(is_blocked(&two, ann()).await && is_blocked(&one, ann()).await);
 }
 
-/// A flood of new blocks, with as many in Redis as it keeps, ends no longer one.
+/// Redis has its maximum number of blocks. New ones, however many, end none that lasts longer.
 #[tokio::test]
 async fn a_full_server_keeps_the_longer_blocks() {
     let server = RedisServer::start();
@@ -299,7 +299,7 @@ async fn a_full_server_keeps_the_longer_blocks() {
     assert!(!is_blocked(&two, Key::from(0_u64)).await);
 }
 
-/// Adds as many blocks as Redis keeps, which end after this time.
+/// Adds the maximum number of blocks that Redis keeps. They end after this time.
 async fn fill(server: &RedisServer, after: Duration) {
     let script = "local now = redis.call('TIME')[1] * 1000 \
                   for i = 1, 65536 do redis.call('ZADD', KEYS[1], now + ARGV[1] + i, i) end";

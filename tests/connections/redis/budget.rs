@@ -85,7 +85,7 @@ async fn the_last_reason_is_reported() {
     }
 }
 
-/// Sends these bytes again and again, as fast as a client reads them. The receiver learns when a client closes the connection.
+/// Repeats these bytes as fast as a client reads them. The receiver learns when a client closes the connection.
 fn flooding(bytes: &str) -> (String, UnboundedReceiver<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -103,7 +103,7 @@ fn flooding(bytes: &str) -> (String, UnboundedReceiver<()>) {
     (url, closed)
 }
 
-/// A server that always has more data keeps no connection that is being opened.
+/// A connection is closed in time if its server never stops sending data while it is opened.
 #[tokio::test]
 async fn an_endless_reply_ends_with_the_time_to_connect() {
     for bytes in [

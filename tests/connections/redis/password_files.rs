@@ -167,7 +167,7 @@ async fn a_lost_file_leaves_the_last_password() {
     until("it decides", async || decides(&store).await).await;
 }
 
-/// A writer that does not replace the file at once: its half is rejected, and the rest is read within a second or so.
+/// A writer that does not replace the file in one step: half of a password is rejected, and the whole is read about a second later.
 #[tokio::test]
 async fn a_half_written_file_is_read_again() {
     let server = server().await;

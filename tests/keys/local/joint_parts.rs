@@ -1,4 +1,4 @@
-//! What a check over several keys leaves at the other keys: units, slots, shadows.
+//! The effects of a check over several keys on each of them: units, slots, shadows.
 
 use std::io;
 use std::time::Duration;
@@ -162,7 +162,7 @@ async fn a_repeated_id_charges_a_shadow_once() {
     assert_eq!(left, [8, 8]);
 }
 
-/// A store around another one that knows only its method for one key.
+/// Wraps a store, and forwards only the method for one key.
 #[derive(Clone)]
 struct Forwards<S>(S);
 

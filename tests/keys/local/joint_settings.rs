@@ -1,4 +1,4 @@
-//! A layer of several keys whose policies are read from a settings file: each key has a table of its own.
+//! A layer of several keys whose policies are read from a settings file, from a separate table for each key.
 
 use serde::Deserialize;
 use tower_redis_ratelimit::extract::Global;
@@ -83,7 +83,7 @@ async fn the_documented_file_is_read() {
     }
 }
 
-/// Without a table of its own, the same policies would count for two keys.
+/// With one table for both, the same policies would count for two keys.
 #[tokio::test]
 async fn tables_with_equal_names_are_an_error() {
     let policies: Policies = toml::from_str(
