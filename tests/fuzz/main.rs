@@ -1,8 +1,9 @@
 //! Fuzz tests: input from clients, operators and servers, damaged at random, must not cause a
 //! panic, a hang or a lockout.
 //!
-//! Each test damages valid input. A failure prints its seed, which `FUZZ_SEED` replays.
-//! `FUZZ_SECONDS` sets the duration of each test; `cargo xtask fuzz` runs each for ten minutes.
+//! Each test damages valid input, by the same seeds in each run. `FUZZ_SECONDS` takes random seeds
+//! for so long; `cargo xtask fuzz` runs each test for ten minutes. A failure prints its seed, which
+//! `FUZZ_SEED` replays.
 
 #![cfg(feature = "serde")]
 #![allow(
@@ -22,6 +23,7 @@ mod states;
 mod texts;
 
 use std::future::Future;
+use std::iter;
 use std::panic;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -38,18 +40,26 @@ fn setting(name: &str) -> Option<u64> {
     })
 }
 
-/// Runs a case for many seeds: `count` of them, or for `FUZZ_SECONDS`.
+/// Runs a case for the first `count` seeds, for random ones for `FUZZ_SECONDS`, or for `FUZZ_SEED`.
 async fn each_seed<F: Future<Output = ()>>(count: u64, mut case: impl FnMut(Rng) -> F) {
     let hook = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         PANICS.lock().unwrap().push(info.to_string());
         hook(info);
     }));
-    let time = setting("FUZZ_SECONDS").map(Duration::from_secs);
-    let (since, first) = (Instant::now(), setting("FUZZ_SEED"));
+    let since = Instant::now();
+    let seeds: Box<dyn Iterator<Item = u64>> = match (setting("FUZZ_SEED"), setting("FUZZ_SECONDS"))
+    {
+        (Some(seed), _) => Box::new(iter::once(seed)),
+        (None, Some(seconds)) => {
+            let time = Duration::from_secs(seconds);
+            let random = iter::repeat_with(|| fastrand::u64(..));
+            Box::new(random.take_while(move |_| since.elapsed() < time))
+        }
+        (None, None) => Box::new(0..count),
+    };
     let mut done = 0;
-    while done == 0 || first.is_none() && time.map_or(done < count, |time| since.elapsed() < time) {
-        let seed = first.unwrap_or_else(|| fastrand::u64(..));
+    for seed in seeds {
         let shown = ShowSeed(seed);
         case(Rng::with_seed(seed)).await;
         let panics = PANICS.lock().unwrap().clone();

@@ -45,9 +45,9 @@ pub(crate) fn test() -> Result {
     // The remaining steps use the whole workspace, which is built once, including the examples.
     cargo(&["test", "--workspace", "--all-features", "--doc"])?;
     for (name, seeds) in [
-        ("fallback", "20000"),
-        ("requests", "5000"),
-        ("leases", "2000"),
+        ("fallback", "8000"),
+        ("requests", "2000"),
+        ("leases", "800"),
     ] {
         simulate(&[name, seeds], &["--workspace", "--all-features"])?;
     }
