@@ -22,11 +22,7 @@ async fn local() {
 #[tokio::test]
 async fn redis() {
     let server = RedisServer::start();
-    keeps_the_contract(
-        RedisStore::connect(server.url()).await.unwrap(),
-        Source::Redis,
-    )
-    .await;
+    keeps_the_contract(server.store(), Source::Redis).await;
 }
 
 /// A fallback that a busy machine does not cause to decide.

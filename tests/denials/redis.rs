@@ -33,7 +33,7 @@ async fn take(store: &RedisStore, policies: &Policies, cost: u32) -> Decision {
 #[tokio::test]
 async fn a_flood_of_denials_costs_one_call() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/100d");
         let _ = take(&store, &policies, 10).await;
@@ -106,7 +106,7 @@ async fn a_larger_cost_waits_longer() {
 #[tokio::test]
 async fn a_denied_caller_passes_after_its_wait() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "2/400ms");
         // A window may end between two takes.
@@ -134,7 +134,7 @@ async fn a_denied_caller_passes_after_its_wait() {
 #[tokio::test]
 async fn a_denial_is_forgotten_with_its_reason() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let policies = policy(Strategy::Gcra, "10/100d");
     let exhaust = async || {
         let _ = ask(&store, Check::up_to(ANN, &policies, 10)).await;
@@ -181,10 +181,7 @@ async fn a_denial_is_forgotten_with_its_reason() {
 #[tokio::test]
 async fn others_free_within_a_second() {
     let server = RedisServer::start();
-    let (one, other) = (
-        RedisStore::connect(server.url()).await.unwrap(),
-        RedisStore::connect(server.url()).await.unwrap(),
-    );
+    let (one, other) = (server.store(), server.store());
     for strategy in STRATEGIES {
         let policies = policy(strategy, "3/100d");
         for frees in [
@@ -287,7 +284,7 @@ async fn refunds_of_other_instances_are_seen() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_denial_outlives_a_refund() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let policies = policy(Strategy::Gcra, "1/100d");
     for _ in 0..300 {
         let _ = take(&store, &policies, 1).await;
@@ -320,7 +317,7 @@ fn of(name: &str, strategy: Strategy, limit: u32) -> Policy {
 
 /// Exhausts every policy of some lists, from another instance.
 async fn exhaust(server: &RedisServer, lists: &[Policies]) {
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     for list in lists {
         for policy in list.iter() {
             let _ = ask(&store, Check::up_to(ANN, &policy.clone().into(), u32::MAX)).await;
@@ -331,7 +328,7 @@ async fn exhaust(server: &RedisServer, lists: &[Policies]) {
 #[tokio::test]
 async fn alternating_policies_cost_a_call_each() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let lists = [
         of("read", Strategy::Gcra, 10).into(),
         of("write", Strategy::SlidingLog, 10).into(),
@@ -352,7 +349,7 @@ async fn alternating_policies_cost_a_call_each() {
 #[tokio::test]
 async fn denials_of_other_lists_stay() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let (read, write) = (
         of("read", Strategy::Gcra, 10),
         of("write", Strategy::SlidingWindow { cells: 10 }, 10),
@@ -414,7 +411,7 @@ async fn denials_of_other_lists_stay() {
 #[tokio::test]
 async fn costs_above_capacity_take_one_call() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let (few, many) = (
         of("few", Strategy::Gcra, 10),
         of("many", Strategy::Gcra, 100),
@@ -456,7 +453,7 @@ async fn costs_above_capacity_take_one_call() {
 #[tokio::test]
 async fn no_memory_denies_an_id() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let list: Policies = of("api", Strategy::Gcra, 10).into();
     let take_id = |id: &str| ask(&store, Check::take(ANN, &list, 2).with_id(id));
     let granted = take_id("granted").await;
@@ -496,7 +493,7 @@ async fn no_memory_denies_an_id() {
 #[tokio::test]
 async fn mixed_floods_cost_one_call_per_check() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let forgetful = RedisStore::builder(server.url())
         .denials(0)
         .connect()

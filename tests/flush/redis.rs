@@ -21,14 +21,6 @@ use tower_redis_ratelimit::{Key, Limiter, Policies, Policy, RateLimitLayer, Redi
 
 use crate::support::{RedisServer, policy, until};
 
-/// A store with a timeout that a busy machine does not exceed.
-fn patient(server: &RedisServer) -> RedisStore {
-    RedisStore::builder(server.url())
-        .timeout(Duration::from_secs(60))
-        .connect_lazy()
-        .unwrap()
-}
-
 fn runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
@@ -43,7 +35,7 @@ fn slots() -> Policies {
 
 /// Returns the count of these policies in Redis, read with a separate store.
 async fn counted(server: &RedisServer, policies: Policies) -> u32 {
-    let peek = Limiter::new(patient(server), policies).peek(Key::GLOBAL, 0);
+    let peek = Limiter::new(server.store(), policies).peek(Key::GLOBAL, 0);
     let peek = peek.await.unwrap();
     peek.capacity() - peek.remaining()
 }
@@ -73,7 +65,7 @@ impl Errors {
 fn a_flush_settles_before_the_end() {
     let server = RedisServer::start();
     runtime().block_on(async {
-        let limiter = Limiter::new(patient(&server), units());
+        let limiter = Limiter::new(server.store(), units());
         let job = limiter.reserve(Key::GLOBAL, 1_000).await.unwrap();
         job.settle(10);
         until("it is settled", || limiter.flush()).await;
@@ -87,7 +79,7 @@ fn a_flush_settles_before_the_end() {
 fn a_flush_waits_for_all_layers() {
     let server = RedisServer::start();
     runtime().block_on(async {
-        let store = patient(&server);
+        let store = server.store();
         let layers = [(), ()].map(|()| RateLimitLayer::new(store.clone(), Global, units()));
         let limiter = Limiter::new(store.clone(), units());
         let job = limiter.reserve(Key::GLOBAL, 1_000).await.unwrap();
@@ -158,7 +150,7 @@ async fn until_reserved(limiter: &Limiter<RedisStore>) -> Reservation {
 #[tokio::test]
 async fn a_flush_leaves_running_streams() {
     let server = RedisServer::start();
-    let store = patient(&server);
+    let store = server.store();
     let both = [units(), slots()];
     let policies = Policies::new(both.iter().flat_map(|one| one.iter().cloned())).unwrap();
     let layer = RateLimitLayer::new(store.clone(), Global, policies).until_body_end();
@@ -177,7 +169,7 @@ async fn a_flush_leaves_running_streams() {
 fn any_runtime_flushes_a_static_store() {
     static STORE: OnceLock<RedisStore> = OnceLock::new();
     let server = RedisServer::start();
-    let store = STORE.get_or_init(|| patient(&server));
+    let store = STORE.get_or_init(|| server.store());
     for has_shut_down in [false, true] {
         let first = Builder::new_multi_thread().enable_all().build().unwrap();
         let [one, two] = [units(), slots()].map(|policies| Limiter::new(store.clone(), policies));

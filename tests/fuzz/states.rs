@@ -6,7 +6,7 @@ use redis::aio::MultiplexedConnection;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Key, RedisStore, Strategy, redis};
+use tower_redis_ratelimit::{Key, Strategy, redis};
 
 use crate::damage::damage;
 use crate::each_seed;
@@ -26,7 +26,7 @@ const QUOTA_START: usize = 19;
 async fn damaged_states_cause_no_lockout() {
     let server = RedisServer::start();
     let connection: MultiplexedConnection = server.connection().await;
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     each_seed(300, async |mut rng| {
         let _: () = redis::cmd("FLUSHALL")
             .query_async(&mut connection.clone())

@@ -87,7 +87,7 @@ async fn left(limiter: &Limiter<RedisStore>) -> u32 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_instance_is_counted_again() {
     let server = RedisServer::start();
-    let (other, url) = (limiter(patient(&server.url())), server.url());
+    let (other, url) = (limiter(server.store()), server.url());
     // A runtime that runs nothing acts like a stalled instance.
     let stopped = limiter(patient(&url));
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -129,10 +129,7 @@ async fn a_stalled_instance_is_counted_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forgotten_requests_are_counted_again() {
     let server = RedisServer::start();
-    let limiters = [
-        limiter(patient(&server.url())),
-        limiter(patient(&server.url())),
-    ];
+    let limiters = [limiter(server.store()), limiter(server.store())];
     let held = [hold(&limiters[0], 4).await, hold(&limiters[1], 3).await];
     for _ in 0..3 {
         let () = server.command("FLUSHALL").await;
@@ -158,7 +155,7 @@ async fn requests_ending_together_are_released_together() {
     const CALLERS: usize = 2_000;
 
     let server = RedisServer::start();
-    let limiter = limiter(patient(&server.url()));
+    let limiter = limiter(server.store());
     let keys = (0..CALLERS).map(|i| Key::new(i.to_string()));
     let held: Vec<_> = join_all(keys.map(|key| limiter.reserve(key, 1)))
         .await
@@ -184,7 +181,7 @@ async fn denials_are_cached_until_requests_end() {
     use tower_redis_ratelimit::store::Store;
 
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let policies = Policy::in_flight("streams", 2).unwrap().into();
     let take = async |cost| {
         store
@@ -220,7 +217,7 @@ async fn denials_are_cached_until_requests_end() {
     assert!(take(100).await.is_allowed());
     // A release elsewhere is visible at the next check in Redis.
     assert!(!take(100).await.is_allowed());
-    let other = RedisStore::connect(server.url()).await.unwrap();
+    let other = server.store();
     let _ = other.check(Check::reset(ann(), &policies)).await.unwrap();
     sleep(Duration::from_millis(110)).await;
     assert!(take(100).await.is_allowed());
@@ -238,7 +235,7 @@ async fn an_outage_grants_no_extra_quota() {
     let mut server = RedisServer::start();
     let share = Share::Fixed(NonZeroU32::new(2).unwrap());
     let limiter = limiter(
-        Fallback::builder(patient(&server.url()), LocalStore::default())
+        Fallback::builder(server.store(), LocalStore::default())
             .share(share)
             .build(),
     );
@@ -307,10 +304,7 @@ async fn a_distant_wait_queue_drains() {
         took < Duration::from_secs(3),
         "the last one waited for {took:?}"
     );
-    let here = Limiter::new(
-        patient(&server.url()),
-        Policy::in_flight("streams", 50).unwrap(),
-    );
+    let here = Limiter::new(server.store(), Policy::in_flight("streams", 50).unwrap());
     until("all is free", async || left(&here).await == 50).await;
 }
 
@@ -397,10 +391,7 @@ async fn a_distant_flood_releases_all_capacity() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cancelled_calls_on_broken_connections_keep_the_limit() {
     let server = RedisServer::start();
-    let limiters = [
-        limiter(patient(&server.url())),
-        limiter(patient(&server.url())),
-    ];
+    let limiters = [limiter(server.store()), limiter(server.store())];
     let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let (open, begun) = (Arc::new(AtomicU8::new(1)), Arc::new(AtomicUsize::new(0)));
     let mut tasks = vec![];

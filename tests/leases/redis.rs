@@ -297,7 +297,7 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
         .unwrap();
     let (granted, leased) = sum.split_once(' ').unwrap();
     let (granted, leased): (u32, u32) = (granted.parse().unwrap(), leased.parse().unwrap());
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let charged = LIMIT
         - store
             .check(Check::peek(Key::GLOBAL, &log(), 1))

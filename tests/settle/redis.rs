@@ -24,18 +24,6 @@ use crate::support::{RedisServer, policy, until};
 
 const WINDOW: Strategy = Strategy::FixedWindow(Align::FirstHit);
 
-fn store(server: &RedisServer) -> RedisStore {
-    RedisStore::connect_lazy(server.url()).unwrap()
-}
-
-/// A store with a timeout that a busy machine does not exceed.
-fn patient(server: &RedisServer) -> RedisStore {
-    RedisStore::builder(server.url())
-        .timeout(Duration::from_secs(60))
-        .connect_lazy()
-        .unwrap()
-}
-
 fn request() -> Request<String> {
     Request::new(String::new())
 }
@@ -44,7 +32,7 @@ fn request() -> Request<String> {
 async fn parallel_guesses_get_no_more_tries() {
     let server = RedisServer::start();
     let tries = Arc::new(AtomicU32::new(0));
-    let layer = RateLimitLayer::new(store(&server), Global, policy(Strategy::SlidingLog, "5/h"));
+    let layer = RateLimitLayer::new(server.store(), Global, policy(Strategy::SlidingLog, "5/h"));
     let layer = layer.settle(|response| match response.status {
         StatusCode::UNAUTHORIZED => Settlement::Keep,
         _ => Settlement::Refund,
@@ -76,7 +64,7 @@ async fn parallel_guesses_get_no_more_tries() {
         until("what was reserved before is refunded", logged_in).await;
         right += 1;
     }
-    let limiter = Limiter::new(store(&server), policy(Strategy::SlidingLog, "5/h"));
+    let limiter = Limiter::new(server.store(), policy(Strategy::SlidingLog, "5/h"));
     until("all is refunded", async || {
         limiter.peek(Key::GLOBAL, 5).await.unwrap().is_allowed()
     })
@@ -117,7 +105,7 @@ async fn settling_takes_few_script_calls() {
     const REQUESTS: u32 = 64 * 200;
     let server = RedisServer::start();
     let policies: Policies = policy(WINDOW, "100000000/d");
-    let layer = RateLimitLayer::new(patient(&server), Global, policies.clone()).cost(|_| 10);
+    let layer = RateLimitLayer::new(server.store(), Global, policies.clone()).cost(|_| 10);
     for handler in [Duration::ZERO, Duration::from_millis(3)] {
         let inner = service_fn(move |request: Request<String>| async move {
             if let Some(charge) = request.extensions().get::<RequestCost>() {
@@ -132,7 +120,7 @@ async fn settling_takes_few_script_calls() {
         let start = calls().await;
         send(layer.clone().layer(inner), REQUESTS).await;
         let without = calls().await - start;
-        let limiter = Limiter::new(patient(&server), policies.clone());
+        let limiter = Limiter::new(server.store(), policies.clone());
         limiter.reset(Key::GLOBAL).await.unwrap();
         let start = calls().await;
         let settling = layer.clone().settle(|_| Settlement::AtEnd);
@@ -176,7 +164,7 @@ async fn reserve<S: Store>(limiter: &Limiter<S>) -> Vec<Reservation> {
 
 /// Returns the count in Redis, read with a separate store.
 async fn charged(server: &RedisServer) -> u32 {
-    let limiter = Limiter::new(store(server), policy(WINDOW, "10000/d"));
+    let limiter = Limiter::new(server.store(), policy(WINDOW, "10000/d"));
     10_000 - limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining()
 }
 
@@ -255,7 +243,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
     for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {
         let mut server = RedisServer::start();
         // A late reply of a busy machine would reserve twice.
-        let store = Fallback::builder(patient(&server), LocalStore::default())
+        let store = Fallback::builder(server.store(), LocalStore::default())
             .deadline(Duration::from_secs(1))
             .unwrap()
             .build();
@@ -311,7 +299,7 @@ async fn delayed_refunds_free_only_the_rest() {
         .connect()
         .await
         .unwrap();
-    let (other, policies) = (patient(&server), policy(Strategy::Gcra, "100/s"));
+    let (other, policies) = (server.store(), policy(Strategy::Gcra, "100/s"));
     let granted = held_back
         .check(Check::take(Key::GLOBAL, &policies, 100))
         .await

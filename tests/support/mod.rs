@@ -20,7 +20,7 @@ use tempfile::TempDir;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy, redis};
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore, Strategy, redis};
 
 pub struct RedisServer {
     child: Child,
@@ -61,6 +61,14 @@ impl RedisServer {
 
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/", self.port)
+    }
+
+    /// A store with a timeout that a busy machine does not exceed.
+    pub fn store(&self) -> RedisStore {
+        RedisStore::builder(self.url())
+            .timeout(Duration::from_secs(60))
+            .connect_lazy()
+            .expect("a valid URL")
     }
 
     /// Kills it as `kill -9` does.

@@ -15,7 +15,7 @@ use crate::support::{RedisServer, STRATEGIES, check, policy, until};
 #[tokio::test]
 async fn one_script_call_serves_many_requests() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let before = server.calls("evalsha").await;
     for _ in 0..10 {
         let checks = (0..256).map(|i| store.check(check(&format!("caller-{i}"), "1000/h")));

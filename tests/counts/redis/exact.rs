@@ -107,7 +107,7 @@ async fn many_processes_are_granted_exactly_the_limit() {
     // The final refund of one process may come too late for the others.
     let server = RedisServer::start();
     let granted = granted_by_processes(test, &server, STRATEGIES.len(), true);
-    let store = store(&server.url()).await;
+    let store = server.store();
     for (i, strategy) in STRATEGIES.into_iter().enumerate() {
         let check = Check::peek(everybody(i), &policies(strategy, LIMIT as u32, true), 1);
         let left = store.check(check).await.unwrap().remaining() as usize;
@@ -167,7 +167,7 @@ async fn many_keys_count_exactly() {
     let test = "counts::redis::exact::many_keys_count_exactly";
     let granted = granted_by_processes(test, &server, 2 * STRATEGIES.len() * KEYS, false);
 
-    let store = store(&server.url()).await;
+    let store = server.store();
     let policies = STRATEGIES.map(|strategy| policy(strategy, &format!("{FEW}/100d")));
     let mut random = 0;
     for (place, granted) in granted.into_iter().enumerate() {
@@ -259,7 +259,7 @@ async fn several_policies_are_all_or_nothing() {
     use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
 
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let policies = Policies::new([
         Policy::new("few", Strategy::Gcra, Quota::per_hour(5)).unwrap(),
         Policy::new(

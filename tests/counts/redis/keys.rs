@@ -32,7 +32,7 @@ async fn a_key_reads_prefix_caller_policy_span() {
 #[tokio::test]
 async fn no_caller_leaves_its_hash_tag() {
     let server = RedisServer::start();
-    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let store = server.store();
     let policies = policy(Strategy::Gcra, "10/h");
     let long = vec![b'x'; 10_240];
     let callers: [&[u8]; 7] = [
@@ -72,7 +72,7 @@ async fn no_caller_leaves_its_hash_tag() {
 #[tokio::test]
 async fn every_key_expires_when_it_is_fresh() {
     let server = RedisServer::start();
-    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let store = server.store();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "1000/h");
         let decision = store
@@ -273,7 +273,7 @@ async fn no_key_expires_while_a_script_runs() {
 #[tokio::test]
 async fn denials_and_peeks_write_nothing() {
     let server = RedisServer::start();
-    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let store = server.store();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "1000/h");
         for check in [
@@ -298,7 +298,7 @@ async fn denials_and_peeks_write_nothing() {
 #[tokio::test]
 async fn ids_are_forgotten_after_the_period() {
     let server = RedisServer::start();
-    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let store = server.store();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/2s");
         let take = || store.check(Check::take(Key::new("ann"), &policies, 1).with_id("request-1"));

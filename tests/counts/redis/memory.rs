@@ -2,12 +2,12 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
+use tower_redis_ratelimit::{Key, Policies, Policy, Strategy, redis};
 
 use crate::support::{RedisServer, STRATEGIES, until};
 
@@ -16,14 +16,6 @@ const CALLER: &str = "caller-of-16-byt";
 
 fn policy(strategy: Strategy, quota: &str) -> Policies {
     Policy::new("api", strategy, quota).unwrap().into()
-}
-
-/// A store with a long timeout, for busy machines.
-async fn store(server: &RedisServer) -> RedisStore {
-    RedisStore::builder(server.url())
-        .timeout(Duration::from_secs(20))
-        .connect_lazy()
-        .unwrap()
 }
 
 /// Returns the only key.
@@ -46,7 +38,7 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
 #[tokio::test]
 async fn constant_strategies_take_at_most_136_bytes() {
     let server = RedisServer::start();
-    let store = store(&server).await;
+    let store = server.store();
     // Without jemalloc, Redis 6.2 allocates larger blocks, and sometimes includes a remainder that
     // is too small to split.
     let jemalloc = server
@@ -81,7 +73,7 @@ async fn constant_strategies_take_at_most_136_bytes() {
 #[tokio::test]
 async fn a_bucket_names_its_quota_in_few_bytes() {
     let server = RedisServer::start();
-    let store = store(&server).await;
+    let store = server.store();
     let info = server.command::<String>("INFO memory").await;
     if !info.contains("mem_allocator:jemalloc") {
         return;
@@ -131,7 +123,7 @@ async fn a_bucket_names_its_quota_in_few_bytes() {
 #[tokio::test]
 async fn logs_take_16_bytes_per_grant() {
     let server = RedisServer::start();
-    let store = store(&server).await;
+    let store = server.store();
     for grants in [1_000, 10_000] {
         let _: String = server.command("FLUSHALL").await;
         let policies = policy(Strategy::SlidingLog, &format!("{grants}/d"));
@@ -162,7 +154,7 @@ async fn logs_take_16_bytes_per_grant() {
 #[tokio::test]
 async fn refunded_charges_take_no_log_memory() {
     let server = RedisServer::start();
-    let store = store(&server).await;
+    let store = server.store();
     let (key, policies) = (Key::new(CALLER), policy(Strategy::SlidingLog, "100000/d"));
     let (mut open, mut kept) = (VecDeque::new(), 0);
     for i in 0..6_000 {
@@ -195,7 +187,7 @@ async fn refunded_charges_take_no_log_memory() {
 #[tokio::test]
 async fn windows_take_24_bytes_per_live_cell() {
     let server = RedisServer::start();
-    let store = store(&server).await;
+    let store = server.store();
     for (cells, period, enough) in [(10, "500ms", 8), (100, "2s", 60)] {
         let policies = policy(
             Strategy::SlidingWindow { cells },
@@ -251,7 +243,7 @@ async fn windows_take_24_bytes_per_live_cell() {
 async fn nothing_stays_behind() {
     const CALLERS: usize = 100_000;
     let server = RedisServer::start();
-    let store = store(&server).await;
+    let store = server.store();
     let policies = STRATEGIES.map(|strategy| policy(strategy, "1/s"));
     let mut most = 0;
     for first in (0..CALLERS).step_by(1_000) {

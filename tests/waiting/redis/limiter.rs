@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::Source;
-use tower_redis_ratelimit::{Key, Limiter, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, Strategy};
 
 use crate::support::{RedisServer, policy, until};
 
@@ -14,10 +14,7 @@ const ANN: Key = Key::GLOBAL;
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_wait_takes_nothing() {
     let server = RedisServer::start();
-    let limiter = Limiter::new(
-        RedisStore::connect(server.url()).await.unwrap(),
-        policy(Strategy::Gcra, "1000/100d"),
-    );
+    let limiter = Limiter::new(server.store(), policy(Strategy::Gcra, "1000/100d"));
     let mut granted = 0;
     for micros in 0..200 {
         let wait = limiter.wait(ANN, 1, Duration::from_secs(10));
@@ -39,7 +36,7 @@ async fn a_dropped_wait_takes_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wait_works_with_redis() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = server.store();
     let limiter = Limiter::new(store, policy(Strategy::Gcra, "100/s burst 10"));
     let waits = (0..40).map(|_| limiter.wait(ANN, 1, Duration::from_secs(20)));
     let decisions: Vec<_> = join_all(waits)
