@@ -254,6 +254,10 @@ impl<S: Store> Hooks for Leased<S> {
         self.inner.store.backend().deadline()
     }
 
+    fn has_fallback(&self) -> bool {
+        self.inner.store.backend().has_fallback()
+    }
+
     fn leases(&self) -> bool {
         true
     }

@@ -95,6 +95,11 @@ pub(crate) trait Hooks {
         None
     }
 
+    /// Returns `true` if another store decides a check after the [deadline](Self::deadline), instead of an error.
+    fn has_fallback(&self) -> bool {
+        false
+    }
+
     /// Does what a check needs before it may be decided under a lock: calls the functions of its calendars.
     ///
     /// # Errors
@@ -258,6 +263,11 @@ impl<'a, F> Backend<'a, F> {
         self.hooks.deadline()
     }
 
+    /// See [`Hooks::has_fallback`].
+    pub(crate) fn has_fallback(self) -> bool {
+        self.hooks.has_fallback()
+    }
+
     /// See [`Hooks::prepare`].
     pub(crate) fn prepare(self, check: &Check) -> Result<(), StoreError> {
         self.hooks.prepare(check)
@@ -397,6 +407,10 @@ mod tests {
             Some(Duration::from_millis(70))
         }
 
+        fn has_fallback(&self) -> bool {
+            true
+        }
+
         fn health(&self) -> Health {
             Health::Failing
         }
@@ -429,6 +443,7 @@ mod tests {
             Some("10.0.0.1:6379")
         );
         assert_eq!(backend.deadline(), Some(Duration::from_millis(70)));
+        assert!(backend.has_fallback());
         assert_eq!(backend.health(), Health::Failing);
         backend.warm(&Key::GLOBAL, &decision);
         backend.observe(&(Arc::new(()) as Arc<dyn Observer>));

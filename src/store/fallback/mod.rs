@@ -166,17 +166,21 @@ pub struct FallbackBuilder<P, F> {
 impl<P: Store, F: Store> FallbackBuilder<P, F> {
     /// Sets the deadline of the primary store for a check, from the call of [`check`](Store::check). Defaults to 100
     /// ms, or to the [`timeout`](crate::store::RedisStoreBuilder::timeout) of the [`RedisStore`](crate::RedisStore) if that
-    /// is shorter.
+    /// is shorter. Over another `Fallback` it is twice the inner deadline: that one's fallback decides in the rest.
     ///
     /// If the runtime is late in that time, because handlers keep its threads, up to eight graces follow: together another
     /// deadline, and the delays of the runtime. See [a busy runtime](crate::guide::faults#a-busy-runtime).
     ///
     /// # Errors
     ///
-    /// Over a `RedisStore`, if the deadline is above its timeout, which would end a call first, or below 1 ms.
+    /// Over a `RedisStore`, if the deadline is above its timeout, which would end a call first, or below 1 ms. Over another
+    /// `Fallback`, if it is not above the inner deadline.
     pub fn deadline(mut self, deadline: Duration) -> Result<Self, ConfigError> {
-        if let Some(timeout) = self.primary.backend().deadline() {
-            refuse_deadline(deadline, timeout)?;
+        let primary = self.primary.backend();
+        match primary.deadline() {
+            Some(inner) if primary.has_fallback() => refuse_outer_deadline(deadline, inner)?,
+            Some(timeout) => refuse_deadline(deadline, timeout)?,
+            None => {}
         }
         self.settings.deadline = deadline;
         Ok(self)
@@ -247,14 +251,17 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Returns a builder of a store in which `primary` decides, or `fallback` if it cannot: see [`new`](Self::new).
     pub fn builder(primary: P, fallback: F) -> FallbackBuilder<P, F> {
-        let timeout = primary.backend().deadline();
+        let has_fallback = primary.backend().has_fallback();
+        let deadline = match primary.backend().deadline() {
+            Some(inner) if has_fallback => inner.saturating_mul(2),
+            Some(timeout) => timeout.min(Self::DEFAULT_DEADLINE),
+            None => Self::DEFAULT_DEADLINE,
+        };
         FallbackBuilder {
             primary,
             fallback,
             settings: FallbackSettings {
-                deadline: timeout.map_or(Self::DEFAULT_DEADLINE, |timeout| {
-                    timeout.min(Self::DEFAULT_DEADLINE)
-                }),
+                deadline,
                 failures: Self::DEFAULT_FAILURES,
                 share: Share::Fixed(NonZeroU32::MIN),
                 observer: OnceLock::new(),
@@ -362,6 +369,18 @@ fn refuse_deadline(deadline: Duration, timeout: Duration) -> Result<(), ConfigEr
     )))
 }
 
+/// Refuses a deadline of checks that passes before the fallback of the primary store has decided.
+fn refuse_outer_deadline(deadline: Duration, inner: Duration) -> Result<(), ConfigError> {
+    if deadline > inner {
+        return Ok(());
+    }
+    Err(ConfigError::new(format!(
+        "a deadline of {deadline:?} over a `Fallback` with a deadline of {inner:?}, whose own fallback would never decide in time: \
+         use a longer one, such as {:?}",
+        inner.saturating_mul(2)
+    )))
+}
+
 /// Returns a caller of each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
     let mut probes = vec![probe::KEY; count];
@@ -432,11 +451,21 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     }
 
     fn server(&self, key: &Key) -> Option<String> {
-        self.partitions[0].primary.backend().server(key)
+        let partition = self.partition(key);
+        if partition.breaker.is_open() {
+            partition.fallback.backend().server(key)
+        } else {
+            partition.primary.backend().server(key)
+        }
     }
 
     fn is_connecting(&self, key: &Key) -> bool {
-        self.partitions[0].primary.backend().is_connecting(key)
+        let partition = self.partition(key);
+        if partition.breaker.is_open() {
+            partition.fallback.backend().is_connecting(key)
+        } else {
+            partition.primary.backend().is_connecting(key)
+        }
     }
 
     fn remembered(&self, check: &Check) -> Option<Decision> {
@@ -449,6 +478,10 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
 
     fn deadline(&self) -> Option<Duration> {
         Some(self.partitions[0].settings.deadline)
+    }
+
+    fn has_fallback(&self) -> bool {
+        true
     }
 
     fn unreconciled(&self) -> Unreconciled {
@@ -464,8 +497,17 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     }
 
     fn health(&self) -> Health {
-        match self.partitions[0].fallback.health() {
-            _ if !self.is_degraded() => Health::Ok,
+        let Partition {
+            primary, fallback, ..
+        } = &*self.partitions[0];
+        if !self.is_degraded() {
+            // The primary store may have a fallback too.
+            return match primary.health() {
+                Health::Local => Health::Local,
+                Health::Ok | Health::Failing => Health::Ok,
+            };
+        }
+        match fallback.health() {
             Health::Failing => Health::Failing,
             Health::Ok | Health::Local => Health::Local,
         }

@@ -11,6 +11,7 @@ mod far;
 mod flow_back;
 mod flush;
 mod late;
+mod nested;
 mod outage;
 mod partitions;
 mod reconcile;
@@ -31,7 +32,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::observe::{Observer, event};
 use crate::simulation::in_redis;
-use crate::store::{Answer, LocalStore, Store, probe};
+use crate::store::{Answer, Backend, Hooks, LocalStore, Store, probe};
 use crate::util::lock;
 
 /// Counts like any store, and replies as the script says.
@@ -39,6 +40,8 @@ use crate::util::lock;
 struct Primary {
     counts: LocalStore,
     script: Arc<Mutex<Script>>,
+    /// The address in errors.
+    name: Option<&'static str>,
 }
 
 #[derive(Default)]
@@ -136,6 +139,16 @@ impl Store for Primary {
             }
             Manner::Crowded(_) => Box::pin(decide()),
         })
+    }
+
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::new(self)
+    }
+}
+
+impl Hooks for Primary {
+    fn server(&self, _key: &Key) -> Option<String> {
+        self.name.map(str::to_owned)
     }
 }
 
