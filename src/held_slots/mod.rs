@@ -164,7 +164,7 @@ impl JointSlots {
     /// See [`Slot::admitted_after_error`].
     pub(crate) fn admitted_after_error(self) -> Self {
         for JointSlot { slot, .. } in &self.0 {
-            slot.tracker.0.keep_renewed(slot.number, false);
+            slot.tracker.0.renew_now(slot.number);
         }
         self
     }
@@ -199,10 +199,10 @@ impl Slot {
         }
     }
 
-    /// Keeps the slot of a request that is admitted after an error. The next renewal takes the slot in
-    /// the store.
+    /// Keeps the slot of a request that is admitted after an error. The next tick takes the slot in the store, or if that
+    /// fails too, a later renewal.
     pub(crate) fn admitted_after_error(self) -> Self {
-        self.tracker.0.keep_renewed(self.number, false);
+        self.tracker.0.renew_now(self.number);
         self
     }
 
@@ -259,14 +259,18 @@ impl TrackedSlots {
         number
     }
 
-    /// Schedules the next renewal of a slot.
+    /// Schedules the next renewal of a slot, an interval after `now`.
     fn schedule(&mut self, number: u64, now: Instant) -> Option<&mut TrackedSlot> {
+        let interval = self.by_number.get(&number)?.renewal_interval();
+        self.schedule_at(number, now + interval)
+    }
+
+    fn schedule_at(&mut self, number: u64, at: Instant) -> Option<&mut TrackedSlot> {
         let tracked = self.by_number.get_mut(&number)?;
-        let next = now + tracked.renewal_interval();
-        if let Some(last) = tracked.renew_at.replace(next) {
+        if let Some(last) = tracked.renew_at.replace(at) {
             self.renewals.remove(&(last, number));
         }
-        self.renewals.insert((next, number));
+        self.renewals.insert((at, number));
         Some(tracked)
     }
 
@@ -335,6 +339,11 @@ impl SharedSlots {
                 slots.schedule(number, instant());
             }
         }
+    }
+
+    /// Renews a slot at the next tick.
+    fn renew_now(&self, number: u64) {
+        lock(&self.slots).schedule_at(number, instant());
     }
 
     /// Starts the renewal task. Outside a runtime, does one tick of its work directly.

@@ -833,3 +833,21 @@ async fn too_many_slots_are_reported_once() {
         assert_eq!(all_counted(&store, SLOTS), 0);
     }
 }
+
+/// As a layer admits it with `OnError::Allow`.
+#[tokio::test(start_paused = true)]
+async fn a_request_admitted_after_an_error_counts_soon() {
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
+    store.set(REJECTS);
+    let check = Check::take(ann, &policies(), 1);
+    let mut slot = tracker.track(&check).unwrap();
+    slot.on_reply(store.check(check).await.as_ref());
+    let slot = slot.admitted_after_error();
+    store.set(REACHABLE);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(store.counted(ann), 1);
+    drop(slot);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(store.counted(ann), 0);
+}
