@@ -122,8 +122,9 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// The default [checks](Self::check) one key after the other. After a denial it refunds what it has taken, without
     /// waiting for that, and [looks](Check::peek) at the other keys. So no limit is exceeded. Until the refund
     /// arrives, the denied request holds units of the other keys. After an error it refunds too, but the owner of the
-    /// check must release its [slots](Check::slot), as layers do. If the future is dropped, the
-    /// keys that were charged stay charged.
+    /// check must release its [slots](Check::slot), as layers do. So after a slot was taken, no error is marked as
+    /// [not sent](StoreError::not_sent), and a [`Fallback`] does not charge its own grant to this store. If the
+    /// future is dropped, the keys that were charged stay charged.
     ///
     /// A [`RedisStore`] and a [`LocalStore`] decide in one step: see [several keys](crate::guide::keys#several-keys).
     fn check_all(&self, joint: JointCheck) -> JointFuture {

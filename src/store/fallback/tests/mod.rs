@@ -10,6 +10,7 @@ mod ends;
 mod far;
 mod flow_back;
 mod flush;
+mod joint;
 mod late;
 mod nested;
 mod outage;
