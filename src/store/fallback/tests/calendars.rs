@@ -83,3 +83,90 @@ async fn grants_are_charged_in_the_window_of_redis() {
         assert_eq!(dropped, 0);
     }
 }
+
+/// An outage over the borders of days, weeks and months, on four instances whose clocks are wrong by hours: each grants its
+/// share in each window of Redis's clock, and the grants of the last one are charged.
+#[tokio::test(start_paused = true)]
+async fn each_window_of_an_outage_has_its_share() {
+    // 2024-12-31, a Tuesday, at 21:00.
+    let evening = (24 * 20_088 + 21) * HOUR;
+    for (calendar, quota, days) in [
+        ("day", "100/d", 1),
+        ("week", "100/week", 7),
+        ("month", "100/month", 31),
+    ] {
+        for hours_ahead in [-5, 0, 9] {
+            let plan = Policy::new(
+                "plan",
+                format!("fixed-window({calendar})").parse().unwrap(),
+                quota,
+            );
+            let policies = Policies::from(plan.unwrap());
+            let primary = at(evening, Primary::default);
+            let mut instances = vec![];
+            for number in 0..4 {
+                let own = evening
+                    .as_secs()
+                    .strict_add_signed(number * hours_ahead * 3_600);
+                let build = || {
+                    Fallback::builder(primary.clone(), LocalStore::default())
+                        .share(4)
+                        .build()
+                };
+                let store: Tested = at(Duration::from_secs(own), build);
+                assert_eq!(burst(&store, &policies, 5).await, 5);
+                instances.push(store);
+            }
+            for store in &instances {
+                let seen = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
+                assert_eq!((seen.remaining(), seen.source()), (80, Source::Redis));
+            }
+            for store in &instances {
+                open(store, &primary).await;
+            }
+            let grants = async |most: usize| {
+                let mut granted = vec![];
+                for store in &instances {
+                    granted.push(burst(store, &policies, most).await);
+                }
+                granted
+            };
+            assert_eq!(
+                grants(30).await,
+                [20; 4],
+                "{calendar}, {hours_ahead}: a share of the rest"
+            );
+            let rest = instances[0]
+                .check(Check::peek(ann(), &policies, 1))
+                .await
+                .unwrap();
+            let to_border = rest.reset_after();
+            advance(to_border - HOUR).await;
+            assert_eq!(
+                grants(30).await,
+                [0; 4],
+                "{calendar}, {hours_ahead}: before the border"
+            );
+            advance(2 * HOUR).await;
+            assert_eq!(
+                grants(30).await,
+                [25; 4],
+                "{calendar}, {hours_ahead}: after the border"
+            );
+            advance(days * 24 * HOUR).await;
+            assert_eq!(
+                grants(7).await,
+                [7; 4],
+                "{calendar}, {hours_ahead}: in the third window"
+            );
+            for store in &instances {
+                close(store, &primary).await;
+            }
+            assert_eq!(
+                primary.used(&policies).await,
+                28,
+                "{calendar}, {hours_ahead}"
+            );
+        }
+    }
+}
