@@ -22,6 +22,7 @@ mod devices;
 mod far;
 mod files;
 mod settings;
+mod stalls;
 mod topologies;
 mod trust;
 #[path = "../support/tls.rs"]
