@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -28,6 +28,8 @@ struct SharedBlocks {
     digester: Digester,
     /// The changes that the other instances must learn. `None` if no other instance shares the store.
     unsent: Option<Mutex<UnsentChanges>>,
+    /// Whether a layer or limiter of this process enforces them.
+    are_enforced: AtomicBool,
     changed: Notify,
 }
 
@@ -104,8 +106,19 @@ impl Blocks {
             ends: RwLock::default(),
             digester: Digester::new(),
             unsent,
+            are_enforced: AtomicBool::new(false),
             changed: Notify::new(),
         }))
+    }
+
+    /// Call it for each layer and limiter that enforces them.
+    pub(crate) fn enforce(&self) {
+        self.0.are_enforced.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if something enforces them. Other processes that share the store may.
+    pub(crate) fn may_be_enforced(&self) -> bool {
+        self.0.unsent.is_some() || self.0.are_enforced.load(Ordering::Relaxed)
     }
 
     /// Returns `true` if no caller is blocked.
@@ -180,14 +193,15 @@ impl Blocks {
         self.0.count.store(ends.each.len(), Ordering::Release);
     }
 
-    /// Takes the unsent changes. The changes of one caller are in order.
-    pub(crate) fn take_unsent(&self) -> Vec<BlockChange> {
+    /// Takes the unsent changes of at most `callers` callers. The changes of one caller are in order.
+    pub(crate) fn take_unsent(&self, callers: usize) -> Vec<BlockChange> {
         let mut changes = vec![];
         let Some(unsent) = &self.0.unsent else {
             return changes;
         };
-        let unsent = std::mem::take(&mut *lock(unsent));
-        for (caller, UnsentChange { ends, block }) in unsent.0 {
+        let mut unsent = lock(unsent);
+        let taken = unsent.0.extract_if(|_, _| true).take(callers);
+        for (caller, UnsentChange { ends, block }) in taken {
             if let Some(EndOfBlock { was_known }) = ends {
                 changes.push(BlockChange {
                     caller: caller.clone(),
@@ -198,7 +212,19 @@ impl Blocks {
                 changes.push(BlockChange { caller, kind });
             }
         }
+        if unsent.0.is_empty() {
+            // It may have held a flood.
+            unsent.0.shrink_to_fit();
+        }
         changes
+    }
+
+    /// Returns `true` if some changes are unsent.
+    pub(crate) fn are_unsent(&self) -> bool {
+        match &self.0.unsent {
+            Some(unsent) => !lock(unsent).0.is_empty(),
+            None => false,
+        }
     }
 
     /// Puts unsent changes back, before newer ones.
@@ -388,7 +414,7 @@ mod tests {
         begin(600);
         begin(900);
         assert_eq!(rest(&blocks, "ann"), Some(600));
-        assert_eq!(blocks.take_unsent().len(), 1);
+        assert_eq!(blocks.take_unsent(MAX).len(), 1);
     }
 
     #[tokio::test(start_paused = true)]
@@ -406,14 +432,14 @@ mod tests {
             (rest(&blocks, "ann"), rest(&blocks, "bob")),
             (Some(600), Some(5))
         );
-        let sent = blocks.take_unsent();
+        let sent = blocks.take_unsent(MAX);
         blocks.learn(&[(named("ann"), None), (named("bob"), after(3))]);
         assert_eq!(
             (rest(&blocks, "ann"), rest(&blocks, "bob")),
             (None, Some(3))
         );
         blocks.put_back(sent.clone());
-        assert_eq!(blocks.take_unsent(), sent);
+        assert_eq!(blocks.take_unsent(MAX), sent);
 
         let end = || BlockChange {
             caller: named("bob"),
@@ -425,11 +451,11 @@ mod tests {
         block(&blocks, "bob", 7);
         blocks.learn(&[(named("bob"), after(9))]);
         assert_eq!(rest(&blocks, "bob"), Some(7), "the end is sent first");
-        let older = blocks.take_unsent();
+        let older = blocks.take_unsent(MAX);
         assert_eq!(older[0], end());
         block(&blocks, "bob", 70);
         blocks.put_back(older);
-        let sent = blocks.take_unsent();
+        let sent = blocks.take_unsent(MAX);
         let longer = BlockChangeKind::Extend(instant() + Duration::from_secs(70));
         assert_eq!((sent.len(), &sent[0], sent[1].kind), (2, &end(), longer));
     }
@@ -443,7 +469,7 @@ mod tests {
             block(&blocks, &number.to_string(), 500 + number as u64 % 100);
             block(&blocks, "bob", 600 + number as u64 % 100);
         }
-        let unsent = blocks.take_unsent();
+        let unsent = blocks.take_unsent(MAX);
         assert!(unsent.len() <= 2 * MAX);
         for name in ["ann", "bob"] {
             let of_name = unsent

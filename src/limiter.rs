@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use crate::background::OpQueue;
-use crate::blocks::{self, BlockChange, BlockChangeKind};
+use crate::blocks::{self, BlockChange, BlockChangeKind, Blocks};
 use crate::error::{ConfigError, StoreError};
 use crate::gate::{Blocking, Notifier, PolicySelector, Selector, denial};
 use crate::held_slots::{InFlightTracker, Slot};
@@ -18,6 +18,7 @@ use crate::limit::{
     Quota, RateLimited, Source, Verdict,
 };
 use crate::observe::event::UncountedReason;
+use crate::observe::mistakes::UNENFORCED_BLOCK;
 use crate::observe::{Observer, shared_observer};
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, JointFuture, Store, flush};
@@ -328,6 +329,13 @@ impl<S: Store> Limiter<S> {
             Some(blocking) => Some(blocking.blocks().clone()),
             None => self.store.backend().blocks(),
         };
+        let may_be_enforced = blocks.as_ref().is_some_and(Blocks::may_be_enforced);
+        if !may_be_enforced && matches!(kind, BlockChangeKind::Extend(_)) {
+            self.in_flight.ops().suspect(&format!(
+                "a `Limiter` has blocked a caller, and no layer or limiter over its store enforces blocks: add `.with_blocks()` or \
+                 `.block_after(..)` to each that must deny the caller{UNENFORCED_BLOCK}"
+            ));
+        }
         if let Some(blocks) = blocks {
             let caller = blocks::caller(self.policies(&key)[0].name(), &key);
             blocks.change(BlockChange { caller, kind });
@@ -371,8 +379,8 @@ impl<S: Store> Limiter<S> {
     /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within), and [exempt](Observer::uncounted) callers.
     /// It also receives each [failure](Observer::failed) of the store; each [`Reservation`] that could not be settled; each
     /// policy that is leased without effect; and, only [suspected](Observer::suspected), each policy with another quota in another
-    /// limiter or layer, and an id that never changes. Unless the store has an observer, it receives the store's events too, such as that a
-    /// [`Fallback`](crate::Fallback) decides locally. Defaults to [a log of problems](Observer); `()` disables that.
+    /// limiter or layer, an id that never changes, and a block that nothing enforces. Unless the store has an observer, it
+    /// receives the store's events too, such as that a [`Fallback`](crate::Fallback) decides locally. Defaults to [a log of problems](Observer); `()` disables that.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer = shared_observer(observer);

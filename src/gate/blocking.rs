@@ -50,6 +50,7 @@ impl<R> Blocking<R> {
     /// Creates the enforcement of the blocks in `store`, which `rule` begins.
     pub(crate) fn new(store: &impl Store, rule: Option<BlockAfter>) -> Self {
         let blocks = store.backend().blocks().unwrap_or_else(Blocks::local);
+        blocks.enforce();
         store.backend().sync_blocks();
         let strikes = rule.map(|rule| {
             Arc::new(Strikes {

@@ -44,6 +44,7 @@ mistakes! {
     NESTED_PATTERN = "nested-pattern",
     UPGRADE_WITHOUT_COST = "upgrade-without-cost",
     CONSTANT_ID = "constant-id",
+    UNENFORCED_BLOCK = "unenforced-block",
 }
 
 /// Returns the code that a message ends with.

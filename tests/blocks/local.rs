@@ -15,10 +15,11 @@ use tower_redis_ratelimit::extract::{HeaderKey, key_fn};
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
 use tower_redis_ratelimit::reject::{HttpReject, OnMissingKey};
 use tower_redis_ratelimit::select::{Routes, Tiers};
-use tower_redis_ratelimit::store::{MockStore, Store};
+use tower_redis_ratelimit::store::{BoxStore, MockStore, Store};
 use tower_redis_ratelimit::wait::Wait;
 use tower_redis_ratelimit::{
-    CallLimitLayer, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy,
+    CallLimitLayer, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore,
+    Strategy,
 };
 
 use crate::mocks::*;
@@ -267,6 +268,39 @@ async fn a_limiter_blocks_and_unblocks() {
     sleep(COUNTED).await;
     sleep(Duration::from_secs(1)).await;
     assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
+}
+
+/// A block of which nothing denies anybody. Redis may share it with another process.
+#[tokio::test]
+async fn a_block_without_effect_is_suspected() {
+    let nowhere = RedisStore::connect_lazy("redis://127.0.0.1:1/").unwrap();
+    let problems = async |limiter: Limiter<BoxStore>| {
+        let notes = Problems::default();
+        let limiter = limiter.observer(notes.clone());
+        for _ in 0..2 {
+            let _sent = limiter.block(Key::new("ann"), MINUTE).await;
+            let _sent = limiter.unblock(Key::new("ann")).await;
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let over = |store: BoxStore| Limiter::new(store, gcra("api", "9/s"));
+    let local = LocalStore::default();
+    for store in [
+        BoxStore::new(local.clone()),
+        BoxStore::new(MockStore::new()),
+    ] {
+        let seen = problems(over(store)).await;
+        let [report] = &seen[..] else {
+            panic!("it is reported once: {seen:?}");
+        };
+        assert!(report.ends_with("#unenforced-block)"), "{report}");
+        assert!(report.contains("add `.with_blocks()`"), "{report}");
+    }
+    let mock = over(BoxStore::new(MockStore::new())).with_blocks();
+    assert_eq!(problems(mock).await, [""; 0]);
+    assert_eq!(problems(over(BoxStore::new(nowhere))).await, [""; 0]);
+    let _layer = layer_with(local.clone(), "9/s").with_blocks();
+    assert_eq!(problems(over(BoxStore::new(local))).await, [""; 0]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -242,6 +242,23 @@ async fn a_new_instance_learns_all_blocks() {
     assert!(is_blocked(&two, key(2_099)).await && is_blocked(&one, key(0)).await);
 }
 
+/// Those that this instance has not sent yet delay it little.
+#[tokio::test]
+async fn a_flood_of_blocks_delays_no_other() {
+    const FLOOD: u32 = 10_000;
+    let server = RedisServer::start();
+    let two = instance(&server).await;
+    two.block(ann(), HOUR).await.unwrap();
+    let one = instance(&server).await;
+    for number in 0..FLOOD {
+        drop(one.block(Key::from(u64::from(number)), HOUR));
+    }
+    until_blocked(&one, ann()).await;
+    let sent = async || server.command::<u32>("ZCARD rl:blocks").await - 1;
+    assert!(sent().await < FLOOD);
+    until("the flood is sent", async || sent().await == FLOOD).await;
+}
+
 /// Known blocks hold in an outage. New ones hold where they began, and elsewhere afterwards.
 #[tokio::test]
 async fn an_outage_frees_nobody() {

@@ -17,6 +17,9 @@ use crate::util::instant;
 
 /// Interval between two reads.
 const EVERY: Duration = Duration::from_millis(500);
+/// Maximum number of callers whose changes are sent before the next read: a flood must not delay the blocks of other
+/// instances.
+const MAX_SENT: usize = 100;
 /// Maximum number of changes in one reply, which takes Redis about a millisecond.
 const PAGE: usize = 1_000;
 
@@ -43,9 +46,12 @@ impl SharedStore {
         }
     }
 
-    /// Sends the changes of this process. After an error, keeps the rest for the next attempt.
-    pub(super) async fn send_block_changes(self: &Arc<Self>) -> Result<(), StoreError> {
-        let mut unsent = self.blocks.take_unsent().into_iter();
+    /// Sends the changes of at most `callers` callers by this process. After an error, keeps the rest for the next attempt.
+    pub(super) async fn send_block_changes(
+        self: &Arc<Self>,
+        callers: usize,
+    ) -> Result<(), StoreError> {
+        let mut unsent = self.blocks.take_unsent(callers).into_iter();
         while let Some(change) = unsent.next() {
             if let Err(error) = self.send_change(&change).await {
                 let mut rest = vec![change];
@@ -170,7 +176,7 @@ async fn run(store: Weak<SharedStore>, _task: Task) {
     loop {
         let Some(inner) = store.upgrade() else { return };
         let outcome = async {
-            inner.send_block_changes().await?;
+            inner.send_block_changes(MAX_SENT).await?;
             inner.read_blocks(&mut since).await
         };
         match outcome.await {
@@ -188,7 +194,7 @@ async fn run(store: Weak<SharedStore>, _task: Task) {
         drop(inner);
         if has_failed {
             tokio::time::sleep(EVERY).await;
-        } else {
+        } else if !blocks.are_unsent() {
             drop(timeout(EVERY, blocks.changed()).await);
         }
     }

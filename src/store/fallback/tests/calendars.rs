@@ -107,7 +107,8 @@ async fn each_window_of_an_outage_has_its_share() {
             for number in 0..4 {
                 let own = evening
                     .as_secs()
-                    .strict_add_signed(number * hours_ahead * 3_600);
+                    .checked_add_signed(number * hours_ahead * 3_600)
+                    .unwrap();
                 let build = || {
                     Fallback::builder(primary.clone(), LocalStore::default())
                         .share(4)

@@ -213,7 +213,7 @@ impl Hooks for RedisStore {
 
     fn send_blocks(&self) -> BlocksSent {
         let inner = Arc::clone(&self.inner);
-        Box::pin(async move { inner.send_block_changes().await })
+        Box::pin(async move { inner.send_block_changes(usize::MAX).await })
     }
 
     fn server(&self, key: &Key) -> Option<String> {
