@@ -351,7 +351,7 @@ impl LimitText {
             (false, Some(quota), None, None) => (Some(quota), Strategy::default_for(quota)),
             (false, None, Some(unit), Some(requests)) => {
                 let unit = Unit::from_str_name(&unit.to_uppercase()).unwrap_or_default();
-                (Some(Quota::per(requests, period(unit)?)), as_envoy())
+                (Some(quota_of(unit, requests, strategy)?), as_envoy())
             }
             _ => {
                 return Err(
@@ -395,16 +395,10 @@ impl Limit {
                     .into(),
             ),
         };
-        let unit = |period| {
-            UNITS
-                .iter()
-                .find(|(_, of)| *of == period)
-                .map_or(Unit::Unknown, |(unit, _)| *unit)
-        };
         let current = quota.map(|quota| RateLimit {
             name: String::new(),
             requests_per_unit: quota.limit(),
-            unit: unit(quota.period()).into(),
+            unit: unit_of(quota).into(),
         });
         Ok(Self {
             current,
@@ -425,6 +419,28 @@ fn period(unit: Unit) -> Result<Duration, String> {
     known
         .map(|(_, period)| *period)
         .ok_or_else(|| "use `second`, `minute`, `hour`, `day`, .. as `unit`".to_owned())
+}
+
+/// Returns the quota of a `unit`: under a calendar, of its months and years.
+fn quota_of(unit: Unit, requests: u32, strategy: Option<Strategy>) -> Result<Quota, String> {
+    let by_calendar = matches!(strategy, Some(Strategy::FixedWindow(Align::Calendar(_))));
+    match unit {
+        Unit::Month if by_calendar => Ok(Quota::per_month(requests)),
+        Unit::Year if by_calendar => Ok(Quota::per_year(requests)),
+        _ => Ok(Quota::per(requests, period(unit)?)),
+    }
+}
+
+/// Returns the unit that Envoy shows for a quota.
+fn unit_of(quota: Quota) -> Unit {
+    let limit = quota.limit();
+    if quota == Quota::per_month(limit) {
+        return Unit::Month;
+    } else if quota == Quota::per_year(limit) {
+        return Unit::Year;
+    }
+    let of_period = UNITS.iter().find(|(_, period)| *period == quota.period());
+    of_period.map_or(Unit::Unknown, |(unit, _)| *unit)
 }
 
 /// Returns `true` if the pattern matches the value. Each `*` matches any text.

@@ -254,6 +254,36 @@ async fn each_descriptor_has_its_limit() {
     );
 }
 
+/// By `quota`, and by a `unit` with the strategy of a calendar.
+#[tokio::test]
+async fn months_and_years_may_be_of_a_calendar() {
+    const PLANS: &str = "
+domain: plans
+descriptors:
+  - { key: week, rate_limit: { unit: week, requests_per_unit: 5, strategy: fixed-window(week from sunday) } }
+  - { key: month, rate_limit: { unit: month, requests_per_unit: 5, strategy: fixed-window(month from 15) } }
+  - { key: months, rate_limit: { quota: 5/month } }
+  - { key: year, rate_limit: { unit: year, requests_per_unit: 5, strategy: fixed-window(year) } }
+  - { key: years, rate_limit: { quota: 5/year } }
+  - { key: days, rate_limit: { unit: month, requests_per_unit: 5 } }
+";
+    let mut service = Service::start(&[PLANS]).await;
+    for (key, unit) in [
+        ("week", Unit::Week),
+        ("month", Unit::Month),
+        ("months", Unit::Month),
+        ("year", Unit::Year),
+        ("years", Unit::Year),
+        ("days", Unit::Month),
+    ] {
+        let descriptors = [descriptor(&[(key, "ann")])];
+        let response = service.ask(request("plans", descriptors)).await;
+        let status = &response.statuses[0];
+        assert_eq!(seen(status), (OK, Some(5), 4), "{key}");
+        assert_eq!(status.current_limit.as_ref().unwrap().unit(), unit, "{key}");
+    }
+}
+
 #[tokio::test]
 async fn the_most_specific_rule_applies() {
     let paths = "
@@ -892,6 +922,10 @@ fn a_wrong_file_is_reported_at_startup() {
         (
             vec!["domain: d\ndescriptors: [{ key: k, quota_mode: true }]".to_owned()],
             "unknown field `quota_mode`",
+        ),
+        (
+            vec![limit("{ quota: 5/m, block_after: 20/min for 10m }")],
+            "unknown field `block_after`",
         ),
     ] {
         let directory = TempDir::new().unwrap();
