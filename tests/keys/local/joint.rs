@@ -607,6 +607,8 @@ async fn an_own_store_refunds_after_a_denial() {
         (denied.policy().name(), denied.policies().len()),
         ("org", 3)
     );
+    let left: Vec<u32> = denied.each().map(|state| state.remaining()).collect();
+    assert_eq!(left, [3, 0, 7], "as after the refund");
     let modes: Vec<Mode> = mock.asked().iter().map(Check::mode).collect();
     use Mode::{Peek, Refund, Take};
     assert_eq!(modes, [Take, Take, Take, Take, Take, Peek, Refund]);
