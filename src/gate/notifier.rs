@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::MissingKey;
 use crate::error::StoreError;
-use crate::leases::{has_lease, is_leasable};
+use crate::leases::is_leasable;
 use crate::limit::{Check, Decision, JointCheck, JointDecision, Key, KeyForms, Outcome, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::{
@@ -412,7 +412,7 @@ impl Notifier {
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        if has_lease(check.policies()) && !self.misconfiguration.sent_leased.is_claimed() {
+        if check.policies().have_lease() && !self.misconfiguration.sent_leased.is_claimed() {
             self.examine_lease(store, &check);
         }
         store.check(check)
@@ -439,7 +439,7 @@ impl Notifier {
 
     /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
     pub(crate) fn never_leased(&self, policies: &Policies) {
-        if has_lease(policies) && self.misconfiguration.sent_leased.claim() {
+        if policies.have_lease() && self.misconfiguration.sent_leased.claim() {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

@@ -2,7 +2,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::leasable::lease_time;
 use crate::background::PendingOp;
 use crate::limit::{Charge, Check, Decision, Frees, Key, Policies, Source, micros};
 use crate::util::instant;
@@ -24,7 +23,7 @@ impl Block {
     pub(super) fn new(key: Key, decision: Decision, asked_at: Instant) -> Self {
         // Clock-aligned windows end by the store's clock. Counting from `asked_at`, before the charge, cannot overshoot
         // the end.
-        let mut lifetime = lease_time(decision.policies()).unwrap_or_default();
+        let mut lifetime = decision.policies().lease_time().unwrap_or_default();
         for (policy, verdict) in decision.policies().iter().zip(&decision.verdicts().each) {
             if policy.frees() == Frees::WithWindow {
                 let window = Duration::from_micros(verdict.reset.max(0) as u64);

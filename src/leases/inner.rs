@@ -12,7 +12,7 @@ use super::block::Block;
 use super::busy::BusyDetector;
 use super::caller::{BlockRequest, BusyCaller};
 use super::future::LeasedFuture;
-use super::leasable::{is_leasable, lease_time, of_block};
+use super::leasable::{is_leasable, of_block};
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
@@ -96,7 +96,7 @@ impl<S: Store> SharedLeases<S> {
         check: Check,
         waited_until: Option<Instant>,
     ) -> Answer<LeasedFuture<S>> {
-        let Some(lease) = lease_time(check.policies()) else {
+        let Some(lease) = check.policies().lease_time() else {
             self.unleased.missed(unleased);
             return self.send(check);
         };

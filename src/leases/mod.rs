@@ -37,7 +37,7 @@ use std::time::Duration;
 
 pub use self::future::LeasedFuture;
 
-pub(crate) use self::leasable::{has_lease, is_leasable};
+pub(crate) use self::leasable::is_leasable;
 
 use self::inner::SharedLeases;
 use crate::blocks::Blocks;

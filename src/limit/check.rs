@@ -4,10 +4,9 @@ use smallvec::SmallVec;
 
 use super::strategy::Ask;
 use super::{
-    Calendar, Decision, EachCharge, Joint, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
-    SlotId, Source, State, Verdict, Verdicts,
+    Decision, EachCharge, Joint, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId,
+    Source, State, Verdict, Verdicts,
 };
-use crate::error::{ErrorKind, StoreError};
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
 /// policies?
@@ -260,8 +259,7 @@ impl Check {
     /// Lets no block of a [`Leased`](crate::Leased) store decide the check, since its charge is settled later.
     #[inline]
     pub(crate) fn without_block(self) -> Self {
-        let mut each = self.policies.iter();
-        if each.any(|policy| policy.lease().is_none()) {
+        if self.policies.lease_time().is_none() {
             return self;
         }
         self.with_extra(Extra::Unleased)
@@ -390,22 +388,6 @@ impl Check {
         Some(each.get(policy)?.arriving(now))
     }
 
-    /// Calls the functions of [custom calendars](crate::strategy::Calendar::custom) for the windows around `now`. Call it before
-    /// [`decide`](Self::decide), and under no lock.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error for an invalid window.
-    #[inline]
-    pub(crate) fn prepare(&self, now: impl Fn() -> i64) -> Result<(), StoreError> {
-        for policy in &self.policies {
-            if let Some(calendar) = policy.params().calendar {
-                prepare(policy, calendar, now())?;
-            }
-        }
-        Ok(())
-    }
-
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
     /// A state changes only if the check charges, refunds or resets something, or if the clock has
@@ -522,16 +504,4 @@ impl Check {
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
     }
-}
-
-/// Prepares the calendar of a policy.
-#[cold]
-fn prepare(policy: &Policy, calendar: Calendar, now: i64) -> Result<(), StoreError> {
-    let Err(problem) = calendar.prepare(now) else {
-        return Ok(());
-    };
-    let name = policy.name();
-    let reason = format!("the calendar `{calendar}` of the policy {name:?} is invalid: {problem}");
-    let error = StoreError::explained(ErrorKind::Configuration, reason);
-    Err(error.check_only().not_sent())
 }

@@ -63,7 +63,7 @@ impl Counts {
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
         // An invalid window of a calendar grants nothing.
-        let _ = check.prepare(|| now);
+        let _ = check.policies().prepare(|| now);
         let mut verdicts = self.verdicts(check, now);
         verdicts.at = now - verdicts.age;
         check.clone().answer(verdicts, source)

@@ -10,7 +10,6 @@ mod check;
 mod counts;
 mod decision;
 mod duration;
-mod extensions;
 #[cfg(feature = "serde")]
 pub(crate) mod formats;
 #[cfg(test)]

@@ -1,13 +1,14 @@
+use std::any::Any;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Index;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::extensions::Extensions;
-use super::{Policy, Quota, Strategy};
-use crate::error::ConfigError;
+use super::{Calendar, Policy, Quota, Strategy};
+use crate::error::{ConfigError, ErrorKind, StoreError};
 
 /// The policies of one check: one or more, with different names. All of them allow and charge the
 /// check, or none.
@@ -55,7 +56,32 @@ struct SharedPolicies {
     contents: Contents,
     /// The undivided policies, if some are an instance's share.
     whole: Option<Policies>,
+    has_calendar: bool,
+    has_lease: bool,
     extensions: Extensions,
+}
+
+/// Values that other modules keep with a list of policies, one of each type. It takes no lock: each cell is written once.
+/// Few types are used, and usually one.
+#[derive(Default)]
+struct Extensions {
+    value: OnceLock<Box<dyn Any + Send + Sync>>,
+    others: OnceLock<Box<Extensions>>,
+}
+
+impl Extensions {
+    /// Returns the value of this type, which is created at its first use.
+    #[inline]
+    fn get<T: Default + Send + Sync + 'static>(&self) -> &T {
+        let mut cell = self;
+        loop {
+            let value = cell.value.get_or_init(|| Box::new(T::default()));
+            if let Some(value) = value.downcast_ref() {
+                return value;
+            }
+            cell = cell.others.get_or_init(Box::default);
+        }
+    }
 }
 
 /// The lists that begin with a list, which keeps them: most requests combine the same ones.
@@ -155,6 +181,10 @@ impl Policies {
             id: hasher.finish(),
             contents: Contents::of(&policies),
             whole: whole_of(&policies),
+            has_calendar: policies
+                .iter()
+                .any(|policy| policy.params().calendar.is_some()),
+            has_lease: policies.iter().any(|policy| policy.lease().is_some()),
             extensions: Extensions::default(),
             policies,
         }))
@@ -291,6 +321,56 @@ impl Policies {
         self.0.whole.as_ref().unwrap_or(self)
     }
 
+    /// Returns `true` if a policy counts the windows of a calendar.
+    #[inline]
+    pub(crate) fn have_calendar(&self) -> bool {
+        self.0.has_calendar
+    }
+
+    /// Returns `true` if a policy is [leased](Policy::leased).
+    #[inline]
+    pub(crate) fn have_lease(&self) -> bool {
+        self.0.has_lease
+    }
+
+    /// Returns the [lease](Policy::leased) time: the shortest of the policies. `None` unless all are leased.
+    #[inline]
+    pub(crate) fn lease_time(&self) -> Option<Duration> {
+        if !self.have_lease() {
+            return None;
+        }
+        let mut shortest = Duration::MAX;
+        for policy in self {
+            shortest = shortest.min(policy.lease()?);
+        }
+        Some(shortest)
+    }
+
+    /// Calls the functions of [custom calendars](Calendar::custom) for the windows around `now`. Call it before a check is
+    /// decided, and under no lock.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for an invalid window.
+    #[inline]
+    pub(crate) fn prepare(&self, now: impl FnOnce() -> i64) -> Result<(), StoreError> {
+        if self.have_calendar() {
+            self.prepare_calendars(now())
+        } else {
+            Ok(())
+        }
+    }
+
+    #[cold]
+    fn prepare_calendars(&self, now: i64) -> Result<(), StoreError> {
+        for policy in self {
+            if let Some(calendar) = policy.params().calendar {
+                prepare(policy, calendar, now)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Identifies the list: its counts, quotas and leases. Another list has another id, except for rare collisions.
     #[inline]
     pub(crate) fn id(&self) -> u64 {
@@ -302,6 +382,17 @@ impl Policies {
     pub(crate) fn extension<T: Default + Send + Sync + 'static>(&self) -> &T {
         self.0.extensions.get()
     }
+}
+
+/// Prepares the calendar of a policy.
+fn prepare(policy: &Policy, calendar: Calendar, now: i64) -> Result<(), StoreError> {
+    let Err(problem) = calendar.prepare(now) else {
+        return Ok(());
+    };
+    let name = policy.name();
+    let reason = format!("the calendar `{calendar}` of the policy {name:?} is invalid: {problem}");
+    let error = StoreError::explained(ErrorKind::Configuration, reason);
+    Err(error.check_only().not_sent())
 }
 
 /// Returns the undivided policies. `None` if all of these are.
@@ -381,7 +472,7 @@ impl Hash for Policies {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
-    use std::time::Duration;
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
     use super::*;
     use crate::limit::{Check, Key, Outcome, Quota, Source, State, Strategy};
@@ -464,6 +555,16 @@ mod tests {
         }
         let kept = one.extension::<JoinedLists>().0.lock().unwrap().len();
         assert!(kept <= MAX_JOINED, "{kept}");
+    }
+
+    #[test]
+    fn each_type_has_one_extension() {
+        let list = Policies::from(policy("one", 1));
+        list.extension::<AtomicU32>().store(7, Relaxed);
+        let text: &OnceLock<&str> = list.extension();
+        assert_eq!(text.set("one"), Ok(()));
+        assert_eq!(list.extension::<OnceLock<&str>>().get(), Some(&"one"));
+        assert_eq!(list.clone().extension::<AtomicU32>().load(Relaxed), 7);
     }
 
     #[test]

@@ -387,7 +387,7 @@ impl Store for LocalStore {
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
+        if let Err(error) = check.policies().prepare(|| self.shared.calendar_micros()) {
             return Answer::ready(Err(error));
         }
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
@@ -400,7 +400,7 @@ impl Store for LocalStore {
 
     fn check_all(&self, joint: JointCheck) -> JointFuture {
         let check = joint.as_one();
-        if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
+        if let Err(error) = check.policies().prepare(|| self.shared.calendar_micros()) {
             return JointFuture::ready(Err(error));
         }
         let verdicts = self.joint_verdicts(&check, || self.shared.clock.micros());
@@ -414,7 +414,7 @@ impl Store for LocalStore {
 
 impl Hooks for LocalStore {
     fn prepare(&self, check: &Check) -> Result<(), StoreError> {
-        check.prepare(|| self.shared.calendar_micros())
+        check.policies().prepare(|| self.shared.calendar_micros())
     }
 
     fn waiters(&self) -> Option<Waiters> {
@@ -438,9 +438,7 @@ impl Hooks for LocalStore {
 /// Returns Redis's time at a decision under a calendar.
 fn time_for_calendars(decision: &Decision) -> Option<i64> {
     let verdicts = decision.verdicts();
-    let mut policies = decision.policies().iter();
-    let has_calendar = policies.any(|policy| policy.params().calendar.is_some());
-    if has_calendar && decision.source() == Source::Redis {
+    if decision.policies().have_calendar() && decision.source() == Source::Redis {
         verdicts.calendar_micros()
     } else {
         None

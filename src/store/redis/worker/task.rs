@@ -489,7 +489,7 @@ impl Batch {
         }
         for job in &self.jobs {
             // An invalid window has no borders, so the script decides nothing again.
-            let _ = job.check.prepare(|| clock.micros_at(instant()));
+            let _ = job.check.policies().prepare(|| clock.micros_at(instant()));
         }
     }
 
