@@ -398,35 +398,22 @@ impl Check {
     }
 
     /// As [`decide`](Self::decide). Calendars, and the states under them, have a clock that is `ahead` of that of the store.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn decide_by(&self, states: &mut [State], now: i64, ahead: i64) -> Verdicts {
-        let charged = self.charged_under(0, now);
-        let ask = Ask {
-            within: self.within(),
-            of: charged.as_ref(),
-            slot: self.slot,
-            ..Ask::new(self.mode, self.cost.into(), now)
-        };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
-            let ask = ask.by_clock_of(policy, ahead);
-            let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
-            return Verdicts::new(granted, SmallVec::from_buf([verdict]));
+            let (verdict, granted) = self.decide_one(state, policy, now, ahead);
+            return Verdicts::of_one(granted, verdict);
         }
-        self.decide_all(states, &ask, ahead)
-    }
-
-    /// Decides under several policies, the rarer case.
-    #[inline(never)]
-    fn decide_all(&self, states: &mut [State], ask: &Ask<'_>, ahead: i64) -> Verdicts {
+        let ask = self.ask(now);
         let max = match ask.mode {
             // Each policy cuts a charge independently of the others.
             Mode::Charge => i64::MAX,
-            _ => self.smallest_grant(states, ask, ahead),
+            _ => self.smallest_grant(states, &ask, ahead),
         };
         let mut granted = None;
         let mut each = SmallVec::with_capacity(states.len());
         for (i, (state, policy)) in states.iter_mut().zip(&self.policies).enumerate() {
-            let charged = self.charged_under(i, ask.now);
+            let charged = self.charged_under(i, now);
             let ask = Ask {
                 of: charged.as_ref(),
                 ..ask.by_clock_of(policy, ahead)
@@ -438,6 +425,33 @@ impl Check {
             }
         }
         Verdicts::new(granted.unwrap_or(0), each)
+    }
+
+    /// Decides under the only policy of the check. Returns its verdict, and the granted amount.
+    #[inline]
+    pub(crate) fn decide_one(
+        &self,
+        state: &mut State,
+        policy: &Policy,
+        now: i64,
+        ahead: i64,
+    ) -> (Verdict, i64) {
+        let charged = self.charged_under(0, now);
+        let ask = Ask {
+            of: charged.as_ref(),
+            ..self.ask(now).by_clock_of(policy, ahead)
+        };
+        state.decide(policy.params(), &ask, i64::MAX)
+    }
+
+    /// Returns the parameters of the check that are the same for all policies.
+    #[inline]
+    fn ask(&self, now: i64) -> Ask<'static> {
+        Ask {
+            within: self.within(),
+            slot: self.slot,
+            ..Ask::new(self.mode, self.cost.into(), now)
+        }
     }
 
     /// Returns the largest amount that every policy allows; negative if one of them denies the check.

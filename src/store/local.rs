@@ -3,7 +3,6 @@ use std::future::Pending;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 use std::num::NonZeroUsize;
-use std::slice;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -150,19 +149,19 @@ fn counts_of(policies: &Policies) -> u64 {
 /// Returns `true` if a check has changed its states. Unchanged ones must not be stored again:
 /// during a rolling deployment, the same state may be counted under a longer quota of that name,
 /// and storing it here would shorten its expiry to this quota's.
-fn changes(check: &Check, verdicts: &Verdicts) -> bool {
-    if verdicts.granted > 0 {
+#[inline]
+fn changes(check: &Check, granted: i64, each: &[Verdict]) -> bool {
+    if granted > 0 {
         return true;
     }
-    let mut each = verdicts.each.iter();
     match check.mode() {
         Mode::Reset | Mode::Renew | Mode::Release => true,
         Mode::Peek => false,
         // Another policy may have charged its part.
-        Mode::Charge => each.any(Verdict::is_allowed),
+        Mode::Charge => each.iter().any(Verdict::is_allowed),
         // A cost of 0 takes a slot too.
         Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Refund => {
-            each.all(Verdict::is_allowed) && check.policies().in_flight().is_some()
+            each.iter().all(Verdict::is_allowed) && check.policies().in_flight().is_some()
         }
     }
 }
@@ -468,37 +467,39 @@ impl CountShard {
     /// Decides under one policy: in place, if the caller is counted.
     fn decide_one(&mut self, check: &Check, policy: &Policy, count: Digest, now: i64) -> Verdicts {
         let ahead = self.ahead;
-        let mut state = match self.states.get_mut(count) {
+        let place = self.states.find(count);
+        let mut state = match self.state_at(place) {
             Some(MapSlot {
                 value: LocalCount::Counted(state),
                 hold,
             }) => {
-                let verdicts = check.decide_by(slice::from_mut(state), now, ahead);
-                if changes(check, &verdicts) {
-                    *hold = hold_counted(state, verdicts.first(), policy, now);
+                let (verdict, granted) = check.decide_one(state, policy, now, ahead);
+                // A denial may have extended the count of another calendar.
+                if changes(check, granted, &[verdict]) || now + verdict.reset > hold.expires_at() {
+                    *hold = hold_counted(state, &verdict, policy, now);
                     // It equals the state of a new caller.
                     if hold.expires_at() <= now {
                         self.states.remove(count);
                     }
-                } else if now + verdicts.first().reset > hold.expires_at() {
-                    // A denial has extended the count of another calendar.
-                    *hold = hold_counted(state, verdicts.first(), policy, now);
                 }
-                return verdicts;
+                return Verdicts::of_one(granted, verdict);
             }
             Some(slot) => slot.value.take(policy, now, ahead),
             None => State::fresh(policy.kind()),
         };
         let was_of_another = !state.is_of(policy.params());
-        let verdicts = check.decide_by(slice::from_mut(&mut state), now, ahead);
+        let (verdict, granted) = check.decide_one(&mut state, policy, now, ahead);
         // A denied take of a faster quota becomes the writer.
         let is_rewritten = was_of_another && state.is_of(policy.params());
-        if is_rewritten || changes(check, &verdicts) {
-            let hold = hold_counted(&state, verdicts.first(), policy, now);
-            self.states
-                .put(count, LocalCount::Counted(state), hold, now);
+        if is_rewritten || changes(check, granted, &[verdict]) {
+            let hold = hold_counted(&state, &verdict, policy, now);
+            let value = LocalCount::Counted(state);
+            match place {
+                None => self.states.insert(count, value, hold, now),
+                Some(_) => self.states.put(count, value, hold, now),
+            };
         }
-        verdicts
+        Verdicts::of_one(granted, verdict)
     }
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
@@ -581,7 +582,7 @@ fn decide_all(
     }
     let verdicts = check.decide_by(&mut states, now, ahead);
     let counts = check.policies().iter().zip(places).zip(found);
-    if !changes(check, &verdicts) {
+    if !changes(check, verdicts.granted, &verdicts.each) {
         let decided = states.into_iter().zip(&verdicts.each);
         for ((state, verdict), ((policy, CountPlace { shard, .. }), place)) in decided.zip(counts) {
             if let Some(slot) = shards[*shard].state_at(place) {

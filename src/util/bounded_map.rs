@@ -171,14 +171,23 @@ impl<V: Ranked> BoundedMap<V> {
         Some(gone.slot.value)
     }
 
-    /// Inserts a value. If it has already expired, only removes the key. Returns the value that was
-    /// replaced or dropped.
+    /// Inserts a value, or replaces that of the key. If it has already expired, only removes the key. Returns the value that
+    /// was replaced or dropped.
     pub(crate) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
-        if hold.expires_at() <= now {
-            return self.remove(key);
+        match self.find(key) {
+            None => self.insert(key, value, hold, now),
+            Some(place) if hold.expires_at() <= now => self.remove_at(place),
+            Some(place) => {
+                let slot = self.at(place)?;
+                Some(std::mem::replace(slot, MapSlot { value, hold }).value)
+            }
         }
-        if let Some(slot) = self.get_mut(key) {
-            return Some(std::mem::replace(slot, MapSlot { value, hold }).value);
+    }
+
+    /// Inserts the value of a key that is not in the map, unless it has already expired. Returns the value that was dropped.
+    pub(crate) fn insert(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
+        if hold.expires_at() <= now {
+            return None;
         }
         let gone = self.make_room(self.places.len() >= self.max, now);
         if self.places.len() == self.places.capacity() {

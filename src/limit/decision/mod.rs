@@ -630,6 +630,7 @@ impl Verdict {
 
 impl Verdicts {
     /// Creates the verdicts of another store than Redis.
+    #[inline]
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
         Self {
             granted,
@@ -640,6 +641,12 @@ impl Verdicts {
         }
     }
 
+    /// Creates the verdicts of a check of one policy.
+    #[inline]
+    pub(crate) fn of_one(granted: i64, verdict: Verdict) -> Self {
+        Self::new(granted, SmallVec::from_buf([verdict]))
+    }
+
     /// Returns the time of the reply by the clock of calendars, in microseconds. `None` if the store has reported no time.
     pub(crate) fn calendar_micros(&self) -> Option<i64> {
         if self.at > 0 {
@@ -647,11 +654,6 @@ impl Verdicts {
         } else {
             None
         }
-    }
-
-    /// Returns the verdict of the first policy.
-    pub(crate) fn first(&self) -> &Verdict {
-        self.of(0)
     }
 
     /// Returns the verdict of the policy at this index.
