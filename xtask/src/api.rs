@@ -51,12 +51,37 @@ fn declared(line: &str) -> Option<&str> {
     if !["struct", "enum", "trait", "type"].contains(&kind) {
         return None;
     }
-    let end = path.find(['<', '(', ' ']).unwrap_or(path.len());
-    let path = path[..end].trim_end_matches(':');
-    let (module, name) = path.rsplit_once("::").unwrap_or(("", path));
-    let parent = module.rsplit("::").next()?;
-    let is_of_type = parent.starts_with(char::is_uppercase);
-    (!is_of_type && name.starts_with(char::is_uppercase)).then_some(name)
+    let start = path.find(char::is_uppercase)?;
+    if !path[..start].chars().all(is_of_module) {
+        return None;
+    }
+    let path = &path[start..];
+    let length = path.find(|c: char| !c.is_alphanumeric());
+    let (name, rest) = path.split_at(length.unwrap_or(path.len()));
+    // The owner of an associated type, which may be a type of another crate.
+    let is_owner = without_generics(rest).starts_with("::");
+    (!is_owner).then_some(name)
+}
+
+fn is_of_module(c: char) -> bool {
+    c.is_lowercase() || c == '_' || c == ':'
+}
+
+/// Returns what is behind the generics at the start.
+fn without_generics(text: &str) -> &str {
+    let mut depth = 0_i32;
+    for (at, c) in text.char_indices() {
+        match c {
+            '<' => depth += 1,
+            '>' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            let end = if c == '>' { at + 1 } else { at };
+            return &text[end..];
+        }
+    }
+    ""
 }
 
 /// Fails if the list differs from the API.
@@ -130,6 +155,7 @@ mod tests {
             pub trait store::Store: core::clone::Clone\n\
             pub type store::Store::Future: core::marker::Send\n\
             pub type store::Alias<P> = store::Fallback<P, P>\n\
+            pub type alloc::sync::Arc<S>::Future = <S as store::Store>::Future\n\
             pub struct Fallback<P, F>\n\
             pub fn Fallback<P, F>::new(P, F) -> Self\n\
             pub struct Policies(_)\n\
