@@ -17,9 +17,8 @@ use crate::limit::{
     BlockAfter, Charge, Check, Decision, Extra, JointCheck, JointDecision, Key, Mode, Policies,
     Quota, RateLimited, Source, Verdict,
 };
-use crate::observe::event::UncountedReason;
 use crate::observe::mistakes::UNENFORCED_BLOCK;
-use crate::observe::{Observer, shared_observer};
+use crate::observe::{Observer, UncountedReason, shared_observer};
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, JointFuture, Store, flush};
 use crate::util::instant;
@@ -374,13 +373,14 @@ impl<S: Store> Limiter<S> {
         Some(denial(check, Some(rest), self.forbids_blocked))
     }
 
-    /// Sets the observer. As that of a layer, it receives the [decisions](Observer::decided) on all takes:
+    /// Sets the observer. As that of a layer, it receives the [decisions](crate::observe::Event::Decided) on all takes:
     /// [`take`](Self::take), [`take_with_id`](Self::take_with_id), [`up_to`](Self::up_to), [`wait`](Self::wait),
-    /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within), and [exempt](Observer::uncounted) callers.
-    /// It also receives each [failure](Observer::failed) of the store; each [`Reservation`] that could not be settled; each
-    /// policy that is leased without effect; and, only [suspected](Observer::suspected), each policy with another quota in another
-    /// limiter or layer, an id that never changes, and a block that nothing enforces. Unless the store has an observer, it
-    /// receives the store's events too, such as that a [`Fallback`](crate::Fallback) decides locally. Defaults to [a log of problems](Observer); `()` disables that.
+    /// [`reserve`](Self::reserve) and [`reserve_within`](Self::reserve_within), and [exempt](crate::observe::Event::Uncounted) callers.
+    /// It also receives each [failure](crate::observe::Event::Failed) of the store; each [`Reservation`] that could not be settled; each
+    /// policy that is leased without effect; and, only [suspected](crate::observe::Event::Suspected), each policy with another quota in another
+    /// limiter or layer, an id that never changes, and a block that nothing enforces. Unless the store has an observer, it receives
+    /// the store's events too, such as that a [`Fallback`](crate::Fallback) decides locally. Defaults to
+    /// [a log of problems](Observer); `()` disables that.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer = shared_observer(observer);

@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use futures_util::stream::{self, Stream};
 use serde::Serialize;
 use tokio::sync::watch;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::{Key, Policy};
 
 use crate::redis::State;
@@ -167,71 +167,75 @@ impl Recorder {
 }
 
 impl Observer for Recorder {
-    fn decided(&self, event: &event::Decided<'_>) {
-        let (decision, mut second) = (event.decision, self.second());
-        let counts = if decision.is_allowed() {
-            &mut second.record.allowed
-        } else {
-            &mut second.record.denied
-        };
-        *counts.entry(decision.source().as_str()).or_default() += 1;
-        second.elapsed.push(event.elapsed.as_micros());
-        let denied = second
-            .callers
-            .get(event.key)
-            .map_or(0, |caller| caller.denied);
-        let caller = Caller {
-            policy: decision.policy().clone(),
-            remaining: decision.remaining(),
-            denied: denied + u32::from(!decision.is_allowed()),
-            idle_seconds: 0,
-        };
-        second.callers.insert(*event.key, caller);
-    }
-
-    fn failed(&self, event: &event::Failed<'_>) {
-        *self
-            .second()
-            .record
-            .failed
-            .entry(event.error.kind().as_str())
-            .or_default() += 1;
-    }
-
-    fn degraded(&self, event: &event::Degraded<'_>) {
-        let mut second = self.second();
-        second.local += 1;
-        if second.local == 1 {
-            let kind = event.error.kind().as_str();
-            second.record.note(
-                "",
-                format!("Too many checks failed ({kind}): the fallback decides"),
-            );
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Decided {
+                decision,
+                elapsed,
+                key,
+                ..
+            } => {
+                let mut second = self.second();
+                let counts = if decision.is_allowed() {
+                    &mut second.record.allowed
+                } else {
+                    &mut second.record.denied
+                };
+                *counts.entry(decision.source().as_str()).or_default() += 1;
+                second.elapsed.push(elapsed.as_micros());
+                let denied = second.callers.get(key).map_or(0, |caller| caller.denied);
+                let caller = Caller {
+                    policy: decision.policy().clone(),
+                    remaining: decision.remaining(),
+                    denied: denied + u32::from(!decision.is_allowed()),
+                    idle_seconds: 0,
+                };
+                second.callers.insert(*key, caller);
+            }
+            Event::Failed { error, .. } => {
+                *self
+                    .second()
+                    .record
+                    .failed
+                    .entry(error.kind().as_str())
+                    .or_default() += 1;
+            }
+            Event::Degraded { error, .. } => {
+                let mut second = self.second();
+                second.local += 1;
+                if second.local == 1 {
+                    let kind = error.kind().as_str();
+                    second.record.note(
+                        "",
+                        format!("Too many checks failed ({kind}): the fallback decides"),
+                    );
+                }
+            }
+            Event::Recovered { after, .. } => {
+                let mut second = self.second();
+                second.local = second.local.saturating_sub(1);
+                if second.local == 0 {
+                    let recovered = format!("Redis decides again, after {after:.1?}");
+                    second.record.note("", recovered);
+                }
+            }
+            Event::Reconciled {
+                charged, dropped, ..
+            } => {
+                let record = &mut self.second().record;
+                record.reconciled += charged;
+                record.dropped += dropped;
+            }
+            Event::Sent { checks, .. } => {
+                let record = &mut self.second().record;
+                *record
+                    .batches
+                    .entry(1 << checks.max(1).ilog2())
+                    .or_default() += 1;
+                record.checks += checks;
+            }
+            _ => {}
         }
-    }
-
-    fn recovered(&self, event: &event::Recovered) {
-        let mut second = self.second();
-        second.local = second.local.saturating_sub(1);
-        if second.local == 0 {
-            let after = format!("Redis decides again, after {:.1?}", event.after);
-            second.record.note("", after);
-        }
-    }
-
-    fn reconciled(&self, event: &event::Reconciled) {
-        let record = &mut self.second().record;
-        record.reconciled += event.charged;
-        record.dropped += event.dropped;
-    }
-
-    fn sent(&self, event: &event::Sent) {
-        let record = &mut self.second().record;
-        *record
-            .batches
-            .entry(1 << event.checks.max(1).ilog2())
-            .or_default() += 1;
-        record.checks += event.checks;
     }
 }
 

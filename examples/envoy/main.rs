@@ -53,7 +53,7 @@ use tonic::{Request, Response, Status};
 use tower_redis_ratelimit::Key;
 use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::headers::Headers;
-use tower_redis_ratelimit::observe::{MetricsObserver, Observer, TracingObserver, event};
+use tower_redis_ratelimit::observe::{Event, MetricsObserver, Observer, TracingObserver};
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
@@ -334,14 +334,13 @@ impl Service {
         };
         let since = now();
         let decision = self.store.check(check).await.map_err(|error| {
-            let mut event = event::Failed::new(Some(caller), &error);
-            event.unanswered = true;
-            self.observer.failed(&event);
+            self.observer
+                .notify(&Event::failed(Some(caller), &error, true));
             Status::unavailable(error.to_string())
         })?;
-        let mut event = event::Decided::new(caller, &decision, since.elapsed());
-        event.dry_run = limit.shadow;
-        self.observer.decided(&event);
+        let (elapsed, dry_run) = (since.elapsed(), limit.shadow);
+        self.observer
+            .notify(&Event::decided(caller, &decision, elapsed, dry_run));
 
         let is_over = !decision.is_allowed() || decision.granted() < needed;
         let reset = decision.reset_after().as_micros().div_ceil(1_000_000);

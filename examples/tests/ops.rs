@@ -19,7 +19,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tower_redis_ratelimit::check::{Check, Source, Verdict};
 use tower_redis_ratelimit::extract::{ClientIp, MissingKey};
-use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
+use tower_redis_ratelimit::observe::{Event, MetricsObserver, Observer, UncountedReason};
 use tower_redis_ratelimit::select::Tiers;
 use tower_redis_ratelimit::store::{ErrorKind, ShareConfig, StoreConfig, StoreError};
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
@@ -50,33 +50,27 @@ fn notify(observer: &impl Observer) {
         ] {
             let decision = check.decided(source, 1, |_| verdict);
             for dry_run in [false, true] {
-                let mut decided =
-                    event::Decided::new(check.key(), &decision, Duration::from_millis(1));
-                decided.dry_run = dry_run;
-                observer.decided(&decided);
+                let elapsed = Duration::from_millis(1);
+                observer.notify(&Event::decided(check.key(), &decision, elapsed, dry_run));
             }
         }
     }
     for kind in [ErrorKind::Timeout, ErrorKind::Unreachable] {
-        observer.failed(&event::Failed::new(None, &StoreError::new(kind)));
+        observer.notify(&Event::failed(None, &StoreError::new(kind), false));
     }
     let problem = MissingKey::new("no API key");
-    for reason in [
-        event::UncountedReason::NoKey(&problem),
-        event::UncountedReason::Skipped,
-    ] {
-        let mut uncounted = event::Uncounted::new(reason);
-        observer.uncounted(&uncounted);
-        uncounted.allowed = false;
-        observer.uncounted(&uncounted);
+    for reason in [UncountedReason::NoKey(&problem), UncountedReason::Skipped] {
+        for allowed in [true, false] {
+            observer.notify(&Event::uncounted(reason, allowed));
+        }
     }
     for code in ["no-extension", "not-leased"] {
         let problem = format!("no address (see #{code})");
-        observer.misconfigured(&event::Misconfigured::new(&problem));
+        observer.notify(&Event::misconfigured(&problem));
     }
-    observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
-    observer.leased(&event::EndedBlock::new(64, 3, 2));
-    observer.sent(&event::Sent::new(128, 5));
+    observer.notify(&Event::recovered(Duration::from_secs(3), 0, 0, 0, 0));
+    observer.notify(&Event::leased_block_ended(64, 3, 2, 0));
+    observer.notify(&Event::sent(128, 5));
 }
 
 /// The series that Prometheus gets, by name and labels. As in the recipe, times have buckets.

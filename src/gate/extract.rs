@@ -9,7 +9,7 @@ use super::{MissingKey, Notifier};
 use crate::limit::{Key, KeyForms};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::ALWAYS_SECOND_KEY;
-use crate::observe::{Observer, event};
+use crate::observe::{Event, Observer};
 
 /// Finds the rate-limit key of a request, which identifies its caller.
 ///
@@ -91,7 +91,7 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
         KeyForms::ANY
     }
 
-    /// Receives the observer of a layer, to notify it of a [second key](Observer::second_key). An extractor that has an
+    /// Receives the observer of a layer, to notify it of a [second key](Event::SecondKey). An extractor that has an
     /// observer keeps that; an extractor around others passes it on.
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let _ = observer;
@@ -105,7 +105,7 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     /// [Malformed](MissingKey::malformed) keys are still rejected, and a misconfigured server is
     /// still reported. If none of the first 1,000 requests has the extension, that is reported too,
     /// because the layers may be in the wrong order. The observer is notified of each [second
-    /// key](Observer::second_key).
+    /// key](Event::SecondKey).
     ///
     /// Both extractors share one key space. `second` must not let a client produce a key of the
     /// first extractor, as a [readable](crate::extract::HeaderKey::readable) header would.
@@ -146,7 +146,7 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
         }
         let second = self.second.extract(request);
         if let (Ok(key), Some(observer)) = (&second, self.misses.observer()) {
-            observer.second_key(&event::SecondKey::new(key));
+            observer.notify(&Event::SecondKey { key });
         }
         second
     }

@@ -15,7 +15,7 @@ use crate::error::{ConfigError, StoreError};
 use crate::held_slots::JointSlots;
 use crate::limit::{Charge, JointCheck, JointDecision, Key, Policies};
 use crate::observe::Observer;
-use crate::observe::event::UncountedReason;
+use crate::observe::UncountedReason;
 use crate::settle::RequestCost;
 use crate::store::Store;
 use crate::util::instant;

@@ -4,7 +4,7 @@ use std::fmt;
 use http::{HeaderName, HeaderValue};
 
 use crate::limit::words;
-use crate::observe::event::UncountedReason;
+use crate::observe::UncountedReason;
 use crate::observe::mistakes::NO_EXTENSION;
 
 /// No rate-limit key was found for a request.
@@ -50,7 +50,7 @@ pub enum OnMissingKey {
     /// [challenge](crate::extract::MissingKey::unauthenticated).
     #[default]
     Reject,
-    /// Admit the request, uncounted. The observer is [notified](crate::observe::Observer::uncounted) of it.
+    /// Admit the request, uncounted. The observer is [notified](crate::observe::Event::Uncounted) of it.
     Allow,
 }
 
@@ -101,7 +101,7 @@ impl MissingKey {
     /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC
     /// `INTERNAL`. [`OnMissingKey`](crate::reject::OnMissingKey) does not apply.
     ///
-    /// `problem` names the fix. It is reported to the layer's [observer](crate::observe::Observer::misconfigured),
+    /// `problem` names the fix. It is reported to the layer's [observer](crate::observe::Event::Misconfigured),
     /// and shown to clients in debug builds only.
     pub fn misconfigured(problem: impl Into<Cow<'static, str>>) -> Self {
         Self {

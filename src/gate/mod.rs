@@ -70,7 +70,7 @@ use crate::limit::{
     BlockAfter, Charge, Check, Decision, Extra, Key, KeyForms, Mode, Policies, RateLimited,
 };
 use crate::observe::Observer;
-use crate::observe::event::UncountedReason;
+use crate::observe::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settlement};
 use crate::store::{Answer, JointFuture, Store};

@@ -15,7 +15,7 @@ use crate::observe::mistakes::{
     CALL_WITHOUT_READY, CALLER_FORM, CONSTANT_ID, COUNTED_TWICE, DENIED_WITH_SUCCESS,
     GRPC_OVER_HTTP, NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Event, Observer, UncountedReason, or_log};
 use crate::store::{Answer, JointFuture, Store};
 use crate::util::{OnceFlag, instant, lock};
 use crate::waiters::{ListedLayer, Waiters};
@@ -124,15 +124,20 @@ impl Notifier {
                 // Without an observer, nothing else would show a dry run.
                 if observer.is_some() || dry_run && !decision.is_allowed() {
                     let waited = since.map_or(Duration::ZERO, |since| instant() - since);
-                    let mut event = event::Decided::new(key, decision, waited);
-                    event.dry_run = dry_run;
-                    or_log(observer).decided(&event);
+                    or_log(observer).notify(&Event::Decided {
+                        key,
+                        decision,
+                        elapsed: waited,
+                        dry_run,
+                    });
                 }
             }
             Err(error) => {
-                let mut event = event::Failed::new(Some(key), error);
-                event.unanswered = !dry_run;
-                or_log(observer).failed(&event);
+                or_log(observer).notify(&Event::Failed {
+                    key: Some(key),
+                    error,
+                    unanswered: !dry_run,
+                });
             }
         }
     }
@@ -161,7 +166,11 @@ impl Notifier {
     /// Reports that the store failed a check that no request waits for.
     #[cold]
     pub(crate) fn failed(&self, key: &Key, error: &StoreError) {
-        or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(key), error));
+        or_log(self.observer.as_ref()).notify(&Event::Failed {
+            key: Some(key),
+            error,
+            unanswered: false,
+        });
     }
 
     /// Reports a missing key if the server is at fault.
@@ -174,11 +183,9 @@ impl Notifier {
     /// Notifies the observer of a request that is not counted. Without an observer, only the log of missing keys is
     /// needed.
     #[cold]
-    pub(crate) fn uncounted(&self, reason: event::UncountedReason<'_>, allowed: bool) {
-        if self.observer.is_some() || matches!(reason, event::UncountedReason::NoKey(_)) {
-            let mut event = event::Uncounted::new(reason);
-            event.allowed = allowed;
-            or_log(self.observer.as_ref()).uncounted(&event);
+    pub(crate) fn uncounted(&self, reason: UncountedReason<'_>, allowed: bool) {
+        if self.observer.is_some() || matches!(reason, UncountedReason::NoKey(_)) {
+            or_log(self.observer.as_ref()).notify(&Event::Uncounted { reason, allowed });
         }
     }
 
@@ -453,11 +460,11 @@ impl Notifier {
     }
 
     fn report(&self, problem: &str) {
-        or_log(self.observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
+        or_log(self.observer.as_ref()).notify(&Event::Misconfigured { problem });
     }
 
     fn suspect(&self, problem: &str) {
-        or_log(self.observer.as_ref()).suspected(&event::Suspected::new(problem));
+        or_log(self.observer.as_ref()).notify(&Event::Suspected { problem });
     }
 }
 

@@ -71,7 +71,7 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
         None
     }
 
-    /// Receives the observer of a layer, to notify it of a [misconfigured](Observer::misconfigured)
+    /// Receives the observer of a layer, to notify it of a [misconfigured](crate::observe::Event::Misconfigured)
     /// server, such as of a plan that is not listed. A selector that has an observer keeps that; a
     /// selector around others passes it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {

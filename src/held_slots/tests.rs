@@ -14,7 +14,7 @@ use super::*;
 use crate::error::ErrorKind;
 use crate::limit::{Mode, Policy};
 use crate::limiter::Limiter;
-use crate::observe::event;
+use crate::observe::Event;
 use crate::settle::Reservation;
 use crate::store::{Answer, Fallback, LocalStore, MockStore};
 use crate::wait_queues::{Bounds, WaitQueues};
@@ -646,8 +646,10 @@ async fn an_unused_permit_counts_until_dropped() {
 struct Panics;
 
 impl Observer for Panics {
-    fn failed(&self, _: &event::Failed<'_>) {
-        panic!("a fault of the observer");
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { .. } = *event {
+            panic!("a fault of the observer");
+        }
     }
 }
 
@@ -672,9 +674,11 @@ async fn an_observer_that_panics_ends_no_renewals() {
 struct Drops(Arc<Mutex<Option<Reservation>>>);
 
 impl Observer for Drops {
-    fn failed(&self, _: &event::Failed<'_>) {
-        let kept = lock(&self.0).take();
-        drop(kept);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { .. } = *event {
+            let kept = lock(&self.0).take();
+            drop(kept);
+        }
     }
 }
 
@@ -760,9 +764,11 @@ fn all_counted(store: &FaultyStore, count: u32) -> u32 {
 struct Full(Arc<AtomicUsize>);
 
 impl Observer for Full {
-    fn failed(&self, event: &event::Failed<'_>) {
-        assert_eq!(event.error.kind(), ErrorKind::QueueFull);
-        self.0.fetch_add(1, Ordering::SeqCst);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. } = *event {
+            assert_eq!(error.kind(), ErrorKind::QueueFull);
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
     }
 }
 

@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::NOT_LEASED;
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Event, Observer, or_log};
 use crate::store::{Answer, Share, Store, op_queue};
 use crate::util::{Digest, OnceFlag, Shards, contain, instant, lock};
 
@@ -119,7 +119,7 @@ impl<S: Store> SharedLeases<S> {
                 // The store drops the charge, so there is nothing to refund.
                 let dropped = lock(shard).remove(&digest);
                 for block in dropped.into_iter().flat_map(|caller| caller.blocks) {
-                    self.notify(event::EndedBlock {
+                    self.notify(Event::LeasedBlockEnded {
                         charged: block.charge.cost().into(),
                         refunded: 0,
                         expired: block.left.into(),
@@ -249,7 +249,7 @@ impl<S: Store> SharedLeases<S> {
         if let Err(error) = &block
             && !error.is_not_sent()
         {
-            self.notify(event::EndedBlock {
+            self.notify(Event::LeasedBlockEnded {
                 charged: 0,
                 refunded: 0,
                 expired: 0,
@@ -271,8 +271,7 @@ impl<S: Store> SharedLeases<S> {
         if let Some(problem) = problem
             && self.short_lease_reported.claim()
         {
-            let event = event::Misconfigured::new(&problem);
-            contain(|| or_log(self.observer.get()).misconfigured(&event));
+            self.notify(Event::Misconfigured { problem: &problem });
         }
     }
 
@@ -282,7 +281,7 @@ impl<S: Store> SharedLeases<S> {
             let now = instant();
             let left = u64::from(block.left);
             let expired = if block.is_expired(now) { left } else { 0 };
-            self.notify(event::EndedBlock {
+            self.notify(Event::LeasedBlockEnded {
                 charged: block.charge.cost().into(),
                 refunded: left - expired,
                 expired,
@@ -296,8 +295,8 @@ impl<S: Store> SharedLeases<S> {
         }
     }
 
-    fn notify(&self, event: event::EndedBlock) {
-        contain(|| or_log(self.observer.get()).leased(&event));
+    fn notify(&self, event: Event<'_>) {
+        contain(|| or_log(self.observer.get()).notify(&event));
     }
 
     /// Starts the background tasks of this store unless they are running: their runtime may have shut down.

@@ -420,7 +420,7 @@ macro_rules! layer {
             /// [`until_body_end`](RateLimitLayer::until_body_end) or
             /// [`settle`](RateLimitLayer::settle). If a [`PolicySelector`] returns such a policy for
             /// a request, the layer ignores that policy and reports it as
-            /// [misconfigured](Observer::misconfigured).
+            /// [misconfigured](crate::observe::Event::Misconfigured).
             fn layer(&self, inner: T) -> Self::Service {
                 $service {
                     inner: self.inner.layer(inner),

@@ -5,7 +5,8 @@ use std::fmt;
 use std::io::Write as _;
 use std::sync::Arc;
 
-use super::{Observer, event};
+use super::event::share_hint;
+use super::{Event, Observer, UncountedReason};
 use crate::util::OnceFlag;
 
 /// Returns the user's observer. Defaults to a log of problems.
@@ -54,90 +55,67 @@ pub(crate) fn log_settings(problem: &str) {
 }
 
 impl Observer for DefaultObserver {
-    /// Nothing else shows the denials of a dry run.
-    fn decided(&self, event: &event::Decided<'_>) {
-        if event.dry_run
-            && !event.decision.is_allowed()
-            && let Some(log) = shared_log()
-        {
-            log.decided(event);
-        }
-    }
-
-    fn failed(&self, event: &event::Failed<'_>) {
-        if let Some(log) = shared_log() {
-            log.failed(event);
-        }
-    }
-
-    /// Requests without a key may be a mistake. Others pass as configured.
-    fn uncounted(&self, event: &event::Uncounted<'_>) {
-        if let event::UncountedReason::NoKey(_) = event.reason
-            && let Some(log) = shared_log()
-        {
-            log.uncounted(event);
-        }
-    }
-
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        static PRINTED: OnceFlag = OnceFlag::new();
-        match shared_log() {
-            Some(log) => log.misconfigured(event),
-            None => print_once(
-                &PRINTED,
-                format_args!("rate limiting is misconfigured: {}", event.problem),
-            ),
-        }
-    }
-
-    fn suspected(&self, event: &event::Suspected<'_>) {
-        static PRINTED: OnceFlag = OnceFlag::new();
-        match shared_log() {
-            Some(log) => log.suspected(event),
-            None => print_once(
-                &PRINTED,
-                format_args!("rate limiting may be misconfigured: {}", event.problem),
-            ),
-        }
-    }
-
-    fn degraded(&self, event: &event::Degraded<'_>) {
-        static PRINTED: OnceFlag = OnceFlag::new();
-        match shared_log() {
-            Some(log) => log.degraded(event),
-            None => {
-                let cause = match event.error.source() {
-                    Some(cause) => format!(" ({cause})"),
-                    None => String::new(),
-                };
-                print_once(
-                    &PRINTED,
-                    format_args!(
-                        "shared store unavailable, enforcing rate limits locally: {}{cause}{}",
-                        event.error,
-                        event.hint()
-                    ),
-                );
+    fn notify(&self, event: &Event<'_>) {
+        let is_logged = match *event {
+            // Nothing else shows the denials of a dry run.
+            Event::Decided {
+                decision, dry_run, ..
+            } => dry_run && !decision.is_allowed(),
+            // Requests without a key may be a mistake. Others pass as configured.
+            Event::Uncounted { reason, .. } => matches!(reason, UncountedReason::NoKey(_)),
+            Event::Failed { .. }
+            | Event::Misconfigured { .. }
+            | Event::Suspected { .. }
+            | Event::Degraded { .. }
+            | Event::StillDegraded { .. }
+            | Event::RuntimeLate { .. }
+            | Event::Recovered { .. } => true,
+            Event::SecondKey { .. }
+            | Event::Reconciled { .. }
+            | Event::LeasedBlockEnded { .. }
+            | Event::Sent { .. } => false,
+        };
+        if is_logged {
+            match shared_log() {
+                Some(log) => log.notify(event),
+                None => print(event),
             }
         }
     }
+}
 
-    fn still_degraded(&self, event: &event::StillDegraded<'_>) {
-        if let Some(log) = shared_log() {
-            log.still_degraded(event);
+/// Prints the worst problems to standard error, the first of each kind.
+fn print(event: &Event<'_>) {
+    static MISCONFIGURED: OnceFlag = OnceFlag::new();
+    static SUSPECTED: OnceFlag = OnceFlag::new();
+    static DEGRADED: OnceFlag = OnceFlag::new();
+    match *event {
+        Event::Misconfigured { problem } => print_once(
+            &MISCONFIGURED,
+            format_args!("rate limiting is misconfigured: {problem}"),
+        ),
+        Event::Suspected { problem } => print_once(
+            &SUSPECTED,
+            format_args!("rate limiting may be misconfigured: {problem}"),
+        ),
+        Event::Degraded {
+            error,
+            share,
+            is_counted,
+        } => {
+            let cause = match error.source() {
+                Some(cause) => format!(" ({cause})"),
+                None => String::new(),
+            };
+            let hint = share_hint(share, is_counted);
+            print_once(
+                &DEGRADED,
+                format_args!(
+                    "shared store unavailable, enforcing rate limits locally: {error}{cause}{hint}"
+                ),
+            );
         }
-    }
-
-    fn runtime_late(&self, event: &event::RuntimeLate) {
-        if let Some(log) = shared_log() {
-            log.runtime_late(event);
-        }
-    }
-
-    fn recovered(&self, event: &event::Recovered) {
-        if let Some(log) = shared_log() {
-            log.recovered(event);
-        }
+        _ => {}
     }
 }
 

@@ -1,9 +1,3 @@
-//! The events of an [`Observer`](crate::observe::Observer): a struct for each of its methods, of the same name.
-//!
-//! Fields may be added. Use `new` to create an event, for tests of your own observer or for code
-//! that calls a store itself. An added field is not an argument of `new`: it has a default, and can
-//! be set afterwards.
-
 use std::error::Error;
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -12,80 +6,152 @@ use super::mistakes;
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 
-/// A layer or a [`Limiter`](crate::Limiter) received a decision.
+/// An event that an [`Observer`](super::Observer) is notified of.
+///
+/// Variants and fields may be added. The functions create events, for tests of your own observer or for code that calls a
+/// store itself. An added field is not an argument of its function: it has a default.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct Decided<'a> {
-    /// The caller. `Debug` redacts it; [`Key::reveal`] returns it in clear.
-    pub key: &'a Key,
-    /// The decision, with its [policies](Decision::policies).
-    pub decision: &'a Decision,
-    /// The duration of the check.
-    pub elapsed: Duration,
-    /// Whether this was a dry run: a denial rejected nothing.
-    pub dry_run: bool,
-}
-
-impl<'a> Decided<'a> {
-    /// Creates an event outside of a dry run.
-    pub const fn new(key: &'a Key, decision: &'a Decision, elapsed: Duration) -> Self {
-        Self {
-            key,
-            decision,
-            elapsed,
-            dry_run: false,
-        }
-    }
-}
-
-/// A store could not decide a check.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Failed<'a> {
-    /// The caller; `None` if the error concerns the store itself, such as when it announces the
-    /// instance. `Debug` redacts the key; [`Key::reveal`] returns it in clear.
-    pub key: Option<&'a Key>,
-    /// The error.
-    pub error: &'a StoreError,
-    /// Whether no store decided the check of a request, so that a layer rejects the request or lets it pass uncounted.
-    /// `false` if a [`Fallback`](crate::Fallback) decides, in a dry run, and for a settlement.
-    pub unanswered: bool,
-}
-
-impl<'a> Failed<'a> {
-    /// Creates an event of a failure that fails no request.
-    pub const fn new(key: Option<&'a Key>, error: &'a StoreError) -> Self {
-        Self {
-            key,
-            error,
-            unanswered: false,
-        }
-    }
-}
-
-/// A request had no key for the first extractor of an [`or`](crate::extract::KeyExtractor::or), and the second one found a key.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct SecondKey<'a> {
-    /// The key of the second extractor. `Debug` redacts it; [`Key::reveal`] returns it in clear.
-    pub key: &'a Key,
-}
-
-impl<'a> SecondKey<'a> {
-    /// Creates an event.
-    pub const fn new(key: &'a Key) -> Self {
-        Self { key }
-    }
-}
-
-/// A layer did not count a request.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Uncounted<'a> {
-    /// Why it did not.
-    pub reason: UncountedReason<'a>,
-    /// Whether the request passed.
-    pub allowed: bool,
+pub enum Event<'a> {
+    /// A layer or a [`Limiter`](crate::Limiter) received a decision.
+    #[non_exhaustive]
+    Decided {
+        /// The caller. `Debug` redacts it; [`Key::reveal`] returns it in clear.
+        key: &'a Key,
+        /// The decision, with its [policies](Decision::policies).
+        decision: &'a Decision,
+        /// The duration of the check.
+        elapsed: Duration,
+        /// Whether this was a dry run: a denial rejected nothing.
+        dry_run: bool,
+    },
+    /// A store could not decide a check. A [`Fallback`](crate::Fallback) reports this before it decides the check itself, and
+    /// a layer if no store decided. Also reported if a request could not be
+    /// [settled](crate::RateLimitLayer::settle).
+    #[non_exhaustive]
+    Failed {
+        /// The caller; `None` if the error concerns the store itself, such as when it announces the instance. `Debug` redacts
+        /// the key; [`Key::reveal`] returns it in clear.
+        key: Option<&'a Key>,
+        /// The error.
+        error: &'a StoreError,
+        /// Whether no store decided the check of a request, so that a layer rejects the request or lets it pass uncounted.
+        /// `false` if a [`Fallback`](crate::Fallback) decides, in a dry run, and for a settlement.
+        unanswered: bool,
+    },
+    /// A layer or a [`Limiter`](crate::Limiter) did not count a request: it passed uncounted, or was rejected because it has
+    /// no key.
+    #[non_exhaustive]
+    Uncounted {
+        /// Why it was not counted.
+        reason: UncountedReason<'a>,
+        /// Whether the request passed.
+        allowed: bool,
+    },
+    /// The first extractor of an [`or`](crate::extract::KeyExtractor::or) found no key in a request, and the second one did.
+    #[non_exhaustive]
+    SecondKey {
+        /// The key of the second extractor. `Debug` redacts it; [`Key::reveal`] returns it in clear.
+        key: &'a Key,
+    },
+    /// Rate limiting is misconfigured. Either a layer can count no request, and every HTTP request gets a 500. Or a layer
+    /// skips a policy that it cannot enforce, a request was charged twice, a policy is leased without effect, or the Redis
+    /// user lacks a right. Each layer and store reports this at most once a minute.
+    #[non_exhaustive]
+    Misconfigured {
+        /// The problem and its fix, which end with the [code](Event::code).
+        problem: &'a str,
+    },
+    /// Rate limiting may be misconfigured: the application may intend it, or clients may cause it, so it is no reason for an
+    /// alert. Each layer and store reports a problem once.
+    #[non_exhaustive]
+    Suspected {
+        /// The problem and its fix, or when to ignore it. It ends with the [code](Event::code).
+        problem: &'a str,
+    },
+    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback decides.
+    #[non_exhaustive]
+    Degraded {
+        /// The last failure.
+        error: &'a StoreError,
+        /// The number of instances that [share](crate::store::FallbackBuilder::share) each limit. With 1, each instance
+        /// grants the whole limit.
+        share: NonZeroU32,
+        /// Whether `share` counts [live instances](crate::store::Share::Alive), instead of being a constant.
+        is_counted: bool,
+    },
+    /// The fallback still decides: once a minute of an outage, from the second minute on.
+    #[non_exhaustive]
+    StillDegraded {
+        /// The duration of the outage until now.
+        after: Duration,
+        /// The checks that the fallback has decided in the outage.
+        checks: u64,
+        /// As in [`Degraded`](Self::Degraded).
+        share: NonZeroU32,
+        /// Why the last probe failed. It may differ from the error that began the outage. `None` if the primary store
+        /// replies, but the fallback's grants are not all charged to it.
+        error: Option<&'a StoreError>,
+    },
+    /// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units. Those of failures just before
+    /// the outage are included.
+    #[non_exhaustive]
+    Recovered {
+        /// The duration of the outage.
+        after: Duration,
+        /// The checks that the fallback has decided.
+        checks: u64,
+        /// The cost that the fallback has granted. The part that is neither charged nor dropped has expired or was refunded,
+        /// or the primary store may have charged it itself.
+        granted: u64,
+        /// The cost that was [charged](Self::Reconciled) to the primary store until now.
+        charged: u64,
+        /// The cost that could [not be charged](Self::Reconciled).
+        dropped: u64,
+    },
+    /// A [`Fallback`](crate::Fallback) charged its grants of an outage, or of a single failure, to its primary store. Both
+    /// numbers are units of cost, without refunded or reset ones.
+    #[non_exhaustive]
+    Reconciled {
+        /// The cost that was charged: the part that still counted.
+        charged: u64,
+        /// The cost that could not be charged, because there were too many callers to record, because the primary store
+        /// failed again, or because it exceeds the debt of a policy.
+        dropped: u64,
+    },
+    /// The deadline of a check of a [`Fallback`](crate::Fallback) was noticed late: handlers keep the threads of the runtime,
+    /// or the process gets too little processor time. The primary store is not the cause.
+    #[non_exhaustive]
+    RuntimeLate {
+        /// The sum of the runtime's delays while the check waited. The check waited for at most two deadlines and this time.
+        by: Duration,
+        /// Whether no reply was read in the [graces](crate::store::FallbackBuilder::deadline) either, so that the fallback
+        /// decides although the primary store may be well. A check that shows a failure of the store is
+        /// [reported](Self::Failed) as such.
+        gave_up: bool,
+    },
+    /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, expired, refunded or reset. If Redis did not
+    /// reply to the request for a block, only `lost` is above 0. All numbers are units of cost.
+    #[non_exhaustive]
+    LeasedBlockEnded {
+        /// The cost charged in advance.
+        charged: u64,
+        /// The part that is refunded before it expires, because the store was shut down or dropped.
+        refunded: u64,
+        /// The part that expired unspent, or that a reset cleared. An expired part is refunded as far as it still counts in
+        /// the shared store.
+        expired: u64,
+        /// The cost that may have been charged in advance and is lost because Redis did not reply: an upper bound.
+        lost: u64,
+    },
+    /// A [`RedisStore`](crate::RedisStore) sends a script call; in a Redis Cluster, the calls of one round trip to a master.
+    #[non_exhaustive]
+    Sent {
+        /// The number of checks sent.
+        checks: usize,
+        /// The number of checks that still wait in the queue.
+        waiting: usize,
+    },
 }
 
 /// Why a layer did not count a request.
@@ -98,18 +164,132 @@ pub enum UncountedReason<'a> {
     Exempt,
     /// It has no key, or a malformed one. The [`MissingKey`](crate::extract::MissingKey) names the key, and may quote the client.
     NoKey(&'a (dyn Error + 'static)),
-    /// No request can have a key, which is also [reported](super::Observer::misconfigured).
+    /// No request can have a key, which is also [reported](Event::Misconfigured).
     Misconfigured,
-    /// No store decided it, and it passed by [`OnError::Allow`](crate::reject::OnError). Also [reported](super::Observer::failed).
+    /// No store decided it, and it passed by [`OnError::Allow`](crate::reject::OnError). Also [reported](Event::Failed).
     Failed,
 }
 
-impl<'a> Uncounted<'a> {
-    /// Creates an event of a request that passed.
-    pub const fn new(reason: UncountedReason<'a>) -> Self {
-        Self {
-            reason,
-            allowed: true,
+impl<'a> Event<'a> {
+    /// Creates an [`Event::Decided`].
+    pub const fn decided(
+        key: &'a Key,
+        decision: &'a Decision,
+        elapsed: Duration,
+        dry_run: bool,
+    ) -> Self {
+        Self::Decided {
+            key,
+            decision,
+            elapsed,
+            dry_run,
+        }
+    }
+
+    /// Creates an [`Event::Failed`].
+    pub const fn failed(key: Option<&'a Key>, error: &'a StoreError, unanswered: bool) -> Self {
+        Self::Failed {
+            key,
+            error,
+            unanswered,
+        }
+    }
+
+    /// Creates an [`Event::Uncounted`].
+    pub const fn uncounted(reason: UncountedReason<'a>, allowed: bool) -> Self {
+        Self::Uncounted { reason, allowed }
+    }
+
+    /// Creates an [`Event::SecondKey`].
+    pub const fn second_key(key: &'a Key) -> Self {
+        Self::SecondKey { key }
+    }
+
+    /// Creates an [`Event::Misconfigured`].
+    pub const fn misconfigured(problem: &'a str) -> Self {
+        Self::Misconfigured { problem }
+    }
+
+    /// Creates an [`Event::Suspected`].
+    pub const fn suspected(problem: &'a str) -> Self {
+        Self::Suspected { problem }
+    }
+
+    /// Creates an [`Event::Degraded`].
+    pub const fn degraded(error: &'a StoreError, share: NonZeroU32, is_counted: bool) -> Self {
+        Self::Degraded {
+            error,
+            share,
+            is_counted,
+        }
+    }
+
+    /// Creates an [`Event::StillDegraded`].
+    pub const fn still_degraded(
+        after: Duration,
+        checks: u64,
+        share: NonZeroU32,
+        error: Option<&'a StoreError>,
+    ) -> Self {
+        Self::StillDegraded {
+            after,
+            checks,
+            share,
+            error,
+        }
+    }
+
+    /// Creates an [`Event::Recovered`].
+    pub const fn recovered(
+        after: Duration,
+        checks: u64,
+        granted: u64,
+        charged: u64,
+        dropped: u64,
+    ) -> Self {
+        Self::Recovered {
+            after,
+            checks,
+            granted,
+            charged,
+            dropped,
+        }
+    }
+
+    /// Creates an [`Event::Reconciled`].
+    pub const fn reconciled(charged: u64, dropped: u64) -> Self {
+        Self::Reconciled { charged, dropped }
+    }
+
+    /// Creates an [`Event::RuntimeLate`].
+    pub const fn runtime_late(by: Duration, gave_up: bool) -> Self {
+        Self::RuntimeLate { by, gave_up }
+    }
+
+    /// Creates an [`Event::LeasedBlockEnded`].
+    pub const fn leased_block_ended(charged: u64, refunded: u64, expired: u64, lost: u64) -> Self {
+        Self::LeasedBlockEnded {
+            charged,
+            refunded,
+            expired,
+            lost,
+        }
+    }
+
+    /// Creates an [`Event::Sent`].
+    pub const fn sent(checks: usize, waiting: usize) -> Self {
+        Self::Sent { checks, waiting }
+    }
+
+    /// Returns the [code](crate::guide::pitfalls#error-codes) at the end of the problem of a
+    /// [misconfiguration](Self::Misconfigured), also of a [suspected](Self::Suspected) one, such as `no-peer-address`. `None` for
+    /// other events, and if the problem is reported by an extractor of your own.
+    pub fn code(&self) -> Option<&'static str> {
+        match self {
+            Self::Misconfigured { problem } | Self::Suspected { problem } => {
+                mistakes::code(problem)
+            }
+            _ => None,
         }
     }
 }
@@ -127,224 +307,15 @@ impl UncountedReason<'_> {
     }
 }
 
-/// Rate limiting is misconfigured, so requests are not counted as intended.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Misconfigured<'a> {
-    /// The problem and its fix.
-    pub problem: &'a str,
-}
-
-impl<'a> Misconfigured<'a> {
-    /// Creates an event.
-    pub const fn new(problem: &'a str) -> Self {
-        Self { problem }
-    }
-
-    /// Returns the [code](crate::guide::pitfalls#error-codes) at the end of the problem, such as `no-peer-address`. `None` if the
-    /// problem is reported by an extractor of your own.
-    pub fn code(&self) -> Option<&'static str> {
-        mistakes::code(self.problem)
-    }
-}
-
-/// Rate limiting may be misconfigured.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Suspected<'a> {
-    /// The problem and its fix, or when to ignore it.
-    pub problem: &'a str,
-}
-
-impl<'a> Suspected<'a> {
-    /// Creates an event.
-    pub const fn new(problem: &'a str) -> Self {
-        Self { problem }
-    }
-
-    /// Returns the [code](crate::guide::pitfalls#error-codes) at the end of the problem, as [`Misconfigured::code`] does.
-    pub fn code(&self) -> Option<&'static str> {
-        mistakes::code(self.problem)
-    }
-}
-
-/// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback
-/// decides.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Degraded<'a> {
-    /// The last failure.
-    pub error: &'a StoreError,
-    /// The number of instances that [share](crate::store::FallbackBuilder::share) each limit. With 1, each instance grants the whole limit.
-    pub share: NonZeroU32,
-    /// Whether `share` counts [live instances](crate::store::Share::Alive), instead of being a constant.
-    pub is_counted: bool,
-}
-
-impl<'a> Degraded<'a> {
-    /// Creates an event with a constant share of 1.
-    pub const fn new(error: &'a StoreError) -> Self {
-        Self {
-            error,
-            share: NonZeroU32::MIN,
-            is_counted: false,
+/// Returns the end of the report of an [`Event::Degraded`], which explains a share of 1.
+pub(super) fn share_hint(share: NonZeroU32, is_counted: bool) -> &'static str {
+    match (share, is_counted) {
+        (NonZeroU32::MIN, false) => {
+            "; every instance grants the whole limit: set `FallbackBuilder::share` if there are several"
         }
-    }
-
-    /// Returns the end of the log line, which explains a share of 1.
-    pub(super) fn hint(&self) -> &'static str {
-        match (self.share, self.is_counted) {
-            (NonZeroU32::MIN, false) => {
-                "; every instance grants the whole limit: set `FallbackBuilder::share` if there are several"
-            }
-            (NonZeroU32::MIN, true) => {
-                "; no other instance was found, so this one grants the whole limit"
-            }
-            _ => "",
+        (NonZeroU32::MIN, true) => {
+            "; no other instance was found, so this one grants the whole limit"
         }
-    }
-}
-
-/// The deadline of a check of a [`Fallback`](crate::Fallback) was noticed late: handlers keep the threads of the runtime,
-/// or the process gets too little processor time.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct RuntimeLate {
-    /// The sum of the runtime's delays while the check waited. The check waited for at most two deadlines and this time.
-    pub by: Duration,
-    /// Whether no reply was read in the [graces](crate::store::FallbackBuilder::deadline) either, so that the fallback decides although the
-    /// primary store may be well. A check that shows a failure of the store is [reported](Failed) as such.
-    pub gave_up: bool,
-}
-
-impl RuntimeLate {
-    /// Creates an event.
-    pub const fn new(by: Duration, gave_up: bool) -> Self {
-        Self { by, gave_up }
-    }
-}
-
-/// The fallback of a [`Fallback`](crate::Fallback) still decides, a minute after the previous report.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct StillDegraded<'a> {
-    /// The duration of the outage until now.
-    pub after: Duration,
-    /// The checks that the fallback has decided in the outage.
-    pub checks: u64,
-    /// As in [`Degraded`].
-    pub share: NonZeroU32,
-    /// Why the last probe failed. It may differ from the error that began the outage. `None` if the primary store replies,
-    /// but the fallback's grants are not all charged to it.
-    pub error: Option<&'a StoreError>,
-}
-
-impl StillDegraded<'_> {
-    /// Creates an event without an error.
-    pub const fn new(after: Duration, checks: u64, share: NonZeroU32) -> Self {
-        Self {
-            after,
-            checks,
-            share,
-            error: None,
-        }
-    }
-}
-
-/// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units. Those of failures just before
-/// the outage are included.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Recovered {
-    /// The duration of the outage.
-    pub after: Duration,
-    /// The checks that the fallback has decided.
-    pub checks: u64,
-    /// The cost that the fallback has granted. The part that is neither charged nor dropped has expired or was refunded,
-    /// or the primary store may have charged it itself.
-    pub granted: u64,
-    /// The cost that was [charged](Reconciled::charged) to the primary store until now.
-    pub charged: u64,
-    /// The cost that could [not be charged](Reconciled::dropped).
-    pub dropped: u64,
-}
-
-impl Recovered {
-    /// Creates an event of an outage without checks.
-    pub const fn new(after: Duration) -> Self {
-        Self {
-            after,
-            checks: 0,
-            granted: 0,
-            charged: 0,
-            dropped: 0,
-        }
-    }
-}
-
-/// A [`Fallback`](crate::Fallback) charged its grants of an outage to its primary store. Both
-/// numbers are units of cost, without refunded or reset ones.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Reconciled {
-    /// The cost that was charged: the part that still counted.
-    pub charged: u64,
-    /// The cost that could not be charged, because there were too many callers to record, because
-    /// the primary store failed again, or because it exceeds the debt of a policy.
-    pub dropped: u64,
-}
-
-impl Reconciled {
-    /// Creates an event.
-    pub const fn new(charged: u64, dropped: u64) -> Self {
-        Self { charged, dropped }
-    }
-}
-
-/// A block of a [`Leased`](crate::Leased) store has ended: nothing more is spent from it. If Redis
-/// did not reply to the request for a block, only [`lost`](Self::lost) is above 0. All numbers are
-/// units of cost.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct EndedBlock {
-    /// The cost charged in advance.
-    pub charged: u64,
-    /// The part that is refunded before it expires, because the store was shut down or dropped.
-    pub refunded: u64,
-    /// The part that expired unspent, or that a reset cleared. An expired part is refunded as far
-    /// as it still counts in the shared store.
-    pub expired: u64,
-    /// The cost that may have been charged in advance and is lost because Redis did not reply: an
-    /// upper bound.
-    pub lost: u64,
-}
-
-impl EndedBlock {
-    /// Creates an event, with nothing lost.
-    pub const fn new(charged: u64, refunded: u64, expired: u64) -> Self {
-        Self {
-            charged,
-            refunded,
-            expired,
-            lost: 0,
-        }
-    }
-}
-
-/// A [`RedisStore`](crate::RedisStore) sends a script call; in a Redis Cluster, the calls of one
-/// round trip to a master.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Sent {
-    /// The number of checks sent.
-    pub checks: usize,
-    /// The number of checks that still wait in the queue.
-    pub waiting: usize,
-}
-
-impl Sent {
-    /// Creates an event.
-    pub const fn new(checks: usize, waiting: usize) -> Self {
-        Self { checks, waiting }
+        _ => "",
     }
 }

@@ -5,7 +5,7 @@ use metrics::{
     histogram,
 };
 
-use super::{Observer, event};
+use super::{Event, Observer};
 
 /// Records metrics through the `metrics` crate.
 ///
@@ -14,17 +14,17 @@ use super::{Observer, event};
 /// | `ratelimit_decisions_total` | counter | `policy`, `outcome` ([`Outcome::as_str`](crate::check::Outcome::as_str)), `source` ([`Source::as_str`](crate::check::Source::as_str)), `dry_run` |
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
-/// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](event::Failed::unanswered) | |
-/// | `ratelimit_uncounted_total` | counter of the requests that layers [did not count](Observer::uncounted) | `reason` ([`UncountedReason::as_str`](event::UncountedReason::as_str)), `outcome` (`passed` or `rejected`) |
+/// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](Event::Failed) | |
+/// | `ratelimit_uncounted_total` | counter of the requests that layers [did not count](Event::Uncounted) | `reason` ([`UncountedReason::as_str`](super::UncountedReason::as_str)), `outcome` (`passed` or `rejected`) |
 /// | `ratelimit_second_key_total` | counter of the requests whose key the second extractor of an [`or`](crate::extract::KeyExtractor::or) found | |
-/// | `ratelimit_runtime_late_seconds` | histogram of the delays with which the runtime [noticed](Observer::runtime_late) deadlines | |
+/// | `ratelimit_runtime_late_seconds` | histogram of the delays with which the runtime [noticed](Event::RuntimeLate) deadlines | |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total`, `ratelimit_lease_lost_total` | counters, in units of cost: [charged in advance](crate::Leased); of that, refunded unspent and expired; and possibly lost because Redis did not reply | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
-/// | `ratelimit_misconfigured_total` | counter of the [reports](Observer::misconfigured) | `code` ([`Misconfigured::code`](event::Misconfigured::code), or `other`) |
+/// | `ratelimit_misconfigured_total` | counter of the [reports](Event::Misconfigured) | `code` ([`Event::code`], or `other`) |
 ///
 /// The label `store` is the name of the observer. Create one [named](Self::named) observer per
 /// [`Fallback`](crate::Fallback). No label contains a caller's key: that would create a series per
@@ -217,91 +217,87 @@ impl Default for MetricsObserver {
 }
 
 impl Observer for MetricsObserver {
-    fn decided(
-        &self,
-        &event::Decided {
-            decision,
-            elapsed,
-            dry_run,
-            ..
-        }: &event::Decided<'_>,
-    ) {
-        counter!(
-            "ratelimit_decisions_total",
-            "store" => self.store(),
-            "policy" => decision.policy().name().to_owned(),
-            "outcome" => decision.outcome().as_str(),
-            "source" => decision.source().as_str(),
-            "dry_run" => if dry_run { "true" } else { "false" },
-        )
-        .increment(1);
-        histogram!("ratelimit_check_seconds", "store" => self.store()).record(elapsed);
-    }
-
-    fn failed(&self, event: &event::Failed<'_>) {
-        let kind = event.error.kind().as_str();
-        counter!("ratelimit_failures_total", "store" => self.store(), "kind" => kind).increment(1);
-        if event.unanswered {
-            counter!("ratelimit_unanswered_total", "store" => self.store()).increment(1);
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Decided {
+                decision,
+                elapsed,
+                dry_run,
+                ..
+            } => {
+                counter!(
+                    "ratelimit_decisions_total",
+                    "store" => self.store(),
+                    "policy" => decision.policy().name().to_owned(),
+                    "outcome" => decision.outcome().as_str(),
+                    "source" => decision.source().as_str(),
+                    "dry_run" => if dry_run { "true" } else { "false" },
+                )
+                .increment(1);
+                histogram!("ratelimit_check_seconds", "store" => self.store()).record(elapsed);
+            }
+            Event::Failed {
+                error, unanswered, ..
+            } => {
+                let kind = error.kind().as_str();
+                counter!("ratelimit_failures_total", "store" => self.store(), "kind" => kind)
+                    .increment(1);
+                if unanswered {
+                    counter!("ratelimit_unanswered_total", "store" => self.store()).increment(1);
+                }
+            }
+            Event::Uncounted { reason, allowed } => {
+                counter!(
+                    "ratelimit_uncounted_total",
+                    "store" => self.store(),
+                    "reason" => reason.as_str(),
+                    "outcome" => if allowed { "passed" } else { "rejected" },
+                )
+                .increment(1);
+            }
+            Event::SecondKey { .. } => {
+                counter!("ratelimit_second_key_total", "store" => self.store()).increment(1);
+            }
+            Event::Misconfigured { .. } => {
+                let code = event.code().unwrap_or("other");
+                counter!("ratelimit_misconfigured_total", "store" => self.store(), "code" => code)
+                    .increment(1);
+            }
+            Event::Suspected { .. } | Event::StillDegraded { .. } => {}
+            Event::Degraded { .. } => {
+                gauge!("ratelimit_degraded", "store" => self.store()).set(1);
+            }
+            Event::Recovered { after, .. } => {
+                gauge!("ratelimit_degraded", "store" => self.store()).set(0);
+                histogram!("ratelimit_outage_seconds", "store" => self.store()).record(after);
+            }
+            Event::Reconciled { charged, dropped } => {
+                counter!("ratelimit_reconciled_total", "store" => self.store()).increment(charged);
+                counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
+            }
+            Event::RuntimeLate { by, .. } => {
+                histogram!("ratelimit_runtime_late_seconds", "store" => self.store()).record(by);
+            }
+            Event::LeasedBlockEnded {
+                charged,
+                refunded,
+                expired,
+                lost,
+            } => {
+                for (name, cost) in [
+                    ("ratelimit_leased_total", charged),
+                    ("ratelimit_lease_refunded_total", refunded),
+                    ("ratelimit_lease_expired_total", expired),
+                    ("ratelimit_lease_lost_total", lost),
+                ] {
+                    counter!(name, "store" => self.store()).increment(cost);
+                }
+            }
+            Event::Sent { checks, waiting } => {
+                histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
+                gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
+            }
         }
-    }
-
-    fn uncounted(&self, &event::Uncounted { reason, allowed }: &event::Uncounted<'_>) {
-        counter!(
-            "ratelimit_uncounted_total",
-            "store" => self.store(),
-            "reason" => reason.as_str(),
-            "outcome" => if allowed { "passed" } else { "rejected" },
-        )
-        .increment(1);
-    }
-
-    fn second_key(&self, _: &event::SecondKey<'_>) {
-        counter!("ratelimit_second_key_total", "store" => self.store()).increment(1);
-    }
-
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        let code = event.code().unwrap_or("other");
-        counter!("ratelimit_misconfigured_total", "store" => self.store(), "code" => code)
-            .increment(1);
-    }
-
-    fn degraded(&self, _: &event::Degraded<'_>) {
-        gauge!("ratelimit_degraded", "store" => self.store()).set(1);
-    }
-
-    fn runtime_late(&self, event: &event::RuntimeLate) {
-        histogram!("ratelimit_runtime_late_seconds", "store" => self.store()).record(event.by);
-    }
-
-    fn recovered(&self, &event::Recovered { after, .. }: &event::Recovered) {
-        gauge!("ratelimit_degraded", "store" => self.store()).set(0);
-        histogram!("ratelimit_outage_seconds", "store" => self.store()).record(after);
-    }
-
-    fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
-        counter!("ratelimit_reconciled_total", "store" => self.store()).increment(charged);
-        counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
-    }
-
-    fn leased(
-        &self,
-        &event::EndedBlock {
-            charged,
-            refunded,
-            expired,
-            lost,
-        }: &event::EndedBlock,
-    ) {
-        counter!("ratelimit_leased_total", "store" => self.store()).increment(charged);
-        counter!("ratelimit_lease_refunded_total", "store" => self.store()).increment(refunded);
-        counter!("ratelimit_lease_expired_total", "store" => self.store()).increment(expired);
-        counter!("ratelimit_lease_lost_total", "store" => self.store()).increment(lost);
-    }
-
-    fn sent(&self, &event::Sent { checks, waiting }: &event::Sent) {
-        histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
-        gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
     }
 
     /// A metric names no server and no fix.

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Observer, event, or_log};
+use super::{Event, Observer, or_log};
 use crate::util::instant;
 
 /// Reports, once, if none of the first 1,000 requests has what a layer reads. Any client can send these requests, so this is
-/// only [suspected](Observer::suspected).
+/// only [suspected](Event::Suspected).
 #[derive(Default)]
 pub(crate) struct Misses {
     observer: OnceLock<Arc<dyn Observer>>,
@@ -111,11 +111,11 @@ impl Misses {
 
     #[cold]
     pub(crate) fn suspect(&self, problem: &str) {
-        or_log(self.observer()).suspected(&event::Suspected::new(problem));
+        or_log(self.observer()).notify(&Event::Suspected { problem });
     }
 
     #[cold]
     pub(crate) fn report(&self, problem: &str) {
-        or_log(self.observer()).misconfigured(&event::Misconfigured::new(problem));
+        or_log(self.observer()).notify(&Event::Misconfigured { problem });
     }
 }

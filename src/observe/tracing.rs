@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use tracing::{Span, error, info, trace, warn};
 
+use super::event::share_hint;
 use super::mistakes::RUNTIME_LATE;
 use super::repeats::{Repeats, SubjectCount};
-use super::{Observer, event};
+use super::{Event, Observer, UncountedReason};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Key, Policy};
+use crate::limit::{Decision, Key, Policy};
 
 /// Logs denied callers and store problems through `tracing`.
 ///
@@ -20,9 +21,9 @@ use crate::limit::{Key, Policy};
 /// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | immediately, then once a minute per caller and policy |
 /// | a request without a key: `problem`, `requests`, `passed` | info | immediately, then once a minute by `passed` |
 /// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
-/// | the [runtime was late](Observer::runtime_late): `longest`, `checks` | warn | immediately, then once a minute |
-/// | rate limiting is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
-/// | rate limiting [may be misconfigured](Observer::suspected) | info | once per layer |
+/// | the [runtime was late](Event::RuntimeLate): `longest`, `checks` | warn | immediately, then once a minute |
+/// | rate limiting is [misconfigured](Event::Misconfigured) | error | once a minute per layer |
+/// | rate limiting [may be misconfigured](Event::Suspected) | info | once per layer |
 /// | a [`Fallback`](crate::Fallback) decides locally: `kind`, `error`, `share` | warn | immediately, then once a minute with `after` and `checks` |
 /// | a [`Fallback`](crate::Fallback) has recovered: `after`, `checks`, `granted`, `charged`, `dropped` | info | each time |
 /// | a [`Fallback`](crate::Fallback) has reconciled: `charged`, `dropped` | info | each time |
@@ -61,7 +62,7 @@ use crate::limit::{Key, Policy};
 /// # Request spans
 ///
 /// A denial sets the field `rate_limit` of the current span, if the span has that field, to
-/// `denied` or `exceeds_capacity`. A denial in a [dry run](event::Decided::dry_run), which rejects
+/// `denied` or `exceeds_capacity`. A denial in a [dry run](Event::Decided), which rejects
 /// nothing, sets `rate_limit_dry_run` instead. A request log can therefore include both:
 ///
 /// ```
@@ -171,15 +172,79 @@ impl fmt::Debug for TracingObserver {
 }
 
 impl Observer for TracingObserver {
-    fn decided(
-        &self,
-        &event::Decided {
-            key,
-            decision,
-            elapsed,
-            dry_run,
-        }: &event::Decided<'_>,
-    ) {
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Decided {
+                key,
+                decision,
+                elapsed,
+                dry_run,
+            } => self.decided(key, decision, elapsed, dry_run),
+            Event::Failed { key, error, .. } => self.failed(key, error),
+            Event::Uncounted { reason, allowed } => self.uncounted(reason, allowed),
+            Event::SecondKey { key } => trace!(
+                caller = self.display_key(key),
+                "rate limit key found by the second extractor"
+            ),
+            Event::Misconfigured { problem } => error!(problem, "rate limiting is misconfigured"),
+            Event::Suspected { problem } => info!(problem, "rate limiting may be misconfigured"),
+            Event::Degraded {
+                error,
+                share,
+                is_counted,
+            } => warn!(
+                kind = error.kind().as_str(),
+                error = error as &dyn StdError,
+                share,
+                "shared store unavailable, enforcing rate limits locally{}",
+                share_hint(share, is_counted)
+            ),
+            Event::StillDegraded {
+                after,
+                checks,
+                share,
+                error,
+            } => warn!(
+                ?after,
+                checks,
+                share,
+                error = error.map(|error| error as &dyn StdError),
+                "shared store still unavailable: no request fails, each is decided locally \
+                 (https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded)"
+            ),
+            Event::Recovered {
+                after,
+                checks,
+                granted,
+                charged,
+                dropped,
+            } => info!(
+                ?after,
+                checks, granted, charged, dropped, "shared store recovered"
+            ),
+            Event::Reconciled { charged, dropped } => info!(
+                charged,
+                dropped, "reconciled local grants with the shared store"
+            ),
+            Event::RuntimeLate { by, gave_up } => self.runtime_late(by, gave_up),
+            Event::LeasedBlockEnded {
+                charged,
+                refunded,
+                expired,
+                lost,
+            } => trace!(
+                charged,
+                refunded, expired, lost, "a block of a leased quota has ended"
+            ),
+            Event::Sent { checks, waiting } => {
+                trace!(checks, waiting, "rate limit checks sent");
+            }
+        }
+    }
+}
+
+impl TracingObserver {
+    fn decided(&self, key: &Key, decision: &Decision, elapsed: Duration, dry_run: bool) {
         let policy = decision.policy();
         trace!(
             policy = policy.name(),
@@ -213,7 +278,7 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn failed(&self, &event::Failed { key, error, .. }: &event::Failed<'_>) {
+    fn failed(&self, key: Option<&Key>, error: &StoreError) {
         trace!(
             caller = key.map(|key| self.display_key(key)),
             kind = error.kind().as_str(),
@@ -226,13 +291,13 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn uncounted(&self, &event::Uncounted { reason, allowed }: &event::Uncounted<'_>) {
+    fn uncounted(&self, reason: UncountedReason<'_>, allowed: bool) {
         trace!(
             reason = reason.as_str(),
             allowed, "rate limit did not count a request"
         );
         // Others pass as configured.
-        let event::UncountedReason::NoKey(problem) = reason else {
+        let UncountedReason::NoKey(problem) = reason else {
             return;
         };
         self.log.log_due_counts();
@@ -245,51 +310,7 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn second_key(&self, &event::SecondKey { key }: &event::SecondKey<'_>) {
-        trace!(
-            caller = self.display_key(key),
-            "rate limit key found by the second extractor"
-        );
-    }
-
-    fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {
-        error!(problem, "rate limiting is misconfigured");
-    }
-
-    fn suspected(&self, &event::Suspected { problem }: &event::Suspected<'_>) {
-        info!(problem, "rate limiting may be misconfigured");
-    }
-
-    fn degraded(&self, event: &event::Degraded<'_>) {
-        warn!(
-            kind = event.error.kind().as_str(),
-            error = event.error as &dyn StdError,
-            share = event.share,
-            "shared store unavailable, enforcing rate limits locally{}",
-            event.hint()
-        );
-    }
-
-    fn still_degraded(
-        &self,
-        &event::StillDegraded {
-            after,
-            checks,
-            share,
-            error,
-        }: &event::StillDegraded<'_>,
-    ) {
-        warn!(
-            ?after,
-            checks,
-            share,
-            error = error.map(|error| error as &dyn StdError),
-            "shared store still unavailable: no request fails, each is decided locally \
-             (https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/runbook/index.html#ratelimitdegraded)"
-        );
-    }
-
-    fn runtime_late(&self, &event::RuntimeLate { by, gave_up }: &event::RuntimeLate) {
+    fn runtime_late(&self, by: Duration, gave_up: bool) {
         trace!(?by, gave_up, "the runtime was late");
         let delay = u64::try_from(by.as_micros()).unwrap_or(u64::MAX);
         // Before the record, which may report it.
@@ -298,48 +319,6 @@ impl Observer for TracingObserver {
         if let Some(new) = self.log.late.record((), || ()) {
             self.log.log_late(new);
         }
-    }
-
-    fn recovered(
-        &self,
-        &event::Recovered {
-            after,
-            checks,
-            granted,
-            charged,
-            dropped,
-        }: &event::Recovered,
-    ) {
-        info!(
-            ?after,
-            checks, granted, charged, dropped, "shared store recovered"
-        );
-    }
-
-    fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
-        info!(
-            charged,
-            dropped, "reconciled local grants with the shared store"
-        );
-    }
-
-    fn leased(
-        &self,
-        &event::EndedBlock {
-            charged,
-            refunded,
-            expired,
-            lost,
-        }: &event::EndedBlock,
-    ) {
-        trace!(
-            charged,
-            refunded, expired, lost, "a block of a leased quota has ended"
-        );
-    }
-
-    fn sent(&self, &event::Sent { checks, waiting }: &event::Sent) {
-        trace!(checks, waiting, "rate limit checks sent");
     }
 }
 

@@ -9,7 +9,7 @@
 //! **No request waits.** A queue sends charges and refunds off the request path.
 //!
 //! **Reports.** A settlement makes no event. The queue reports an operation that it gives up as
-//! [`Failed`](crate::observe::event::Failed).
+//! [`Failed`](crate::observe::Event::Failed).
 
 mod charges;
 mod request_cost;

@@ -47,7 +47,7 @@ pub(crate) struct Request {
     pub(crate) instance: usize,
     pub(crate) check: Check,
     fate: Fate,
-    pub(crate) next: Event,
+    pub(crate) next: NetworkEvent,
     to: oneshot::Sender<Reply>,
 }
 
@@ -68,7 +68,7 @@ pub(crate) struct Fate {
 
 /// The next event of a request.
 #[derive(Debug)]
-pub(crate) enum Event {
+pub(crate) enum NetworkEvent {
     /// It leaves the queue, unless its sender has abandoned it.
     Leaves,
     Runs,
@@ -87,8 +87,8 @@ impl Network {
     pub(crate) fn send(&mut self, instance: usize, check: Check, fate: Fate) -> Waiting {
         let (to, reply) = oneshot::channel();
         let (after, next) = match fate.queued {
-            0 => (fate.sent, Event::Runs),
-            queued => (queued, Event::Leaves),
+            0 => (fate.sent, NetworkEvent::Runs),
+            queued => (queued, NetworkEvent::Leaves),
         };
         let request = Request {
             instance,
@@ -149,26 +149,26 @@ impl<W: Remote> Shared<W> {
                 return;
             };
             let after = match request.next {
-                Event::Leaves if request.is_abandoned() => {
+                NetworkEvent::Leaves if request.is_abandoned() => {
                     state.is_withdrawn(&request);
                     continue;
                 }
-                Event::Leaves => {
-                    request.next = Event::Runs;
+                NetworkEvent::Leaves => {
+                    request.next = NetworkEvent::Runs;
                     request.fate.sent
                 }
-                Event::Runs => {
+                NetworkEvent::Runs => {
                     let decision = request.fate.runs.then(|| state.runs(&request));
                     let error = request.fate.error.take().map(Err);
-                    request.next = Event::IsAnswered(error.or(decision.map(Ok)).unwrap());
+                    request.next = NetworkEvent::IsAnswered(error.or(decision.map(Ok)).unwrap());
                     request.fate.back
                 }
-                Event::IsAnswered(ref reply) => {
+                NetworkEvent::IsAnswered(ref reply) => {
                     state.replies(&request, reply);
                     // Send without the lock: the receiver may send another request immediately.
                     drop(state);
                     let Request { to, next, .. } = *request;
-                    if let Event::IsAnswered(reply) = next {
+                    if let NetworkEvent::IsAnswered(reply) = next {
                         let _ = to.send(reply);
                     }
                     continue;

@@ -174,7 +174,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// it.
     ///
     /// Returns `false` if something is left: after 1 s, immediately while a [`Fallback`] decides, and outside of a Tokio
-    /// runtime. The observer of the store is then [notified](crate::observe::Observer::failed) of how much. Also returns
+    /// runtime. The observer of the store is then [notified](crate::observe::Event::Failed) of how much. Also returns
     /// `false` if something was given up during the flush, because its outcome is unknown. Any failed operation is reported.
     ///
     /// It does not wait for running requests and streams, which owe something only at their end, for the renewals of their

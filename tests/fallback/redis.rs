@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Source};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{
     AnyStore, ErrorKind, FallbackBuilder, Share, ShareConfig, Store, StoreConfig, StoreError,
     StoreKind,
@@ -32,28 +32,27 @@ struct NotesInner {
 }
 
 impl Observer for Notes {
-    fn degraded(&self, event: &event::Degraded<'_>) {
-        self.0.degraded.lock().unwrap().push(event.error.kind());
-    }
-
-    fn recovered(&self, _: &event::Recovered) {
-        self.0.recovered.fetch_add(1, SeqCst);
-    }
-
-    fn reconciled(&self, event: &event::Reconciled) {
-        self.0
-            .reconciled
-            .lock()
-            .unwrap()
-            .push((event.charged, event.dropped));
-    }
-
-    fn failed(&self, _: &event::Failed<'_>) {
-        self.0.failed.fetch_add(1, SeqCst);
-    }
-
-    fn runtime_late(&self, event: &event::RuntimeLate) {
-        self.0.in_doubt.fetch_add(event.gave_up.into(), SeqCst);
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Degraded { error, .. } => {
+                self.0.degraded.lock().unwrap().push(error.kind());
+            }
+            Event::Recovered { .. } => {
+                self.0.recovered.fetch_add(1, SeqCst);
+            }
+            Event::Reconciled {
+                charged, dropped, ..
+            } => {
+                self.0.reconciled.lock().unwrap().push((charged, dropped));
+            }
+            Event::Failed { .. } => {
+                self.0.failed.fetch_add(1, SeqCst);
+            }
+            Event::RuntimeLate { gave_up, .. } => {
+                self.0.in_doubt.fetch_add(gave_up.into(), SeqCst);
+            }
+            _ => {}
+        }
     }
 }
 
@@ -458,9 +457,14 @@ async fn an_outage_reports_whether_instances_are_counted() {
     #[derive(Clone, Default)]
     struct Shares(Arc<Mutex<Vec<(u32, bool)>>>);
     impl Observer for Shares {
-        fn degraded(&self, event: &event::Degraded<'_>) {
-            let share = (event.share.get(), event.is_counted);
-            self.0.lock().unwrap().push(share);
+        fn notify(&self, event: &Event<'_>) {
+            if let Event::Degraded {
+                share, is_counted, ..
+            } = *event
+            {
+                let share = (share.get(), is_counted);
+                self.0.lock().unwrap().push(share);
+            }
         }
     }
     let url = format!("redis://127.0.0.1:{}/", free_port());

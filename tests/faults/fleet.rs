@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, sleep_until, timeout};
 use tower_redis_ratelimit::check::{Check, Source};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{Share, Store};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
@@ -47,9 +47,14 @@ struct Sums {
 struct Notes(Arc<Sums>);
 
 impl Observer for Notes {
-    fn reconciled(&self, event: &event::Reconciled) {
-        self.0.charged.fetch_add(event.charged, SeqCst);
-        self.0.dropped.fetch_add(event.dropped, SeqCst);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Reconciled {
+            charged, dropped, ..
+        } = *event
+        {
+            self.0.charged.fetch_add(charged, SeqCst);
+            self.0.dropped.fetch_add(dropped, SeqCst);
+        }
     }
 }
 

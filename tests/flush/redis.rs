@@ -13,7 +13,7 @@ use http::StatusCode;
 use tokio::runtime::{Builder, Runtime};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::settle::{Reservation, Settlement};
 use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::strategy::Align;
@@ -45,10 +45,12 @@ async fn counted(server: &RedisServer, policies: Policies) -> u32 {
 struct Errors(Arc<Mutex<Vec<(ErrorKind, String)>>>);
 
 impl Observer for Errors {
-    fn failed(&self, event: &event::Failed<'_>) {
-        let source = std::error::Error::source(event.error).map(ToString::to_string);
-        let error = (event.error.kind(), source.unwrap_or_default());
-        self.0.lock().unwrap().push(error);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. } = *event {
+            let source = std::error::Error::source(error).map(ToString::to_string);
+            let error = (error.kind(), source.unwrap_or_default());
+            self.0.lock().unwrap().push(error);
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep};
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, DryRun, Mode, RateLimited};
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::Live;
 use tower_redis_ratelimit::settle::{RequestCost, ReserveError, Settlement};
@@ -352,9 +352,14 @@ async fn tried_calls_are_in_flight_until_answered() {
     struct Tried(Arc<Mutex<Vec<bool>>>);
 
     impl Observer for Tried {
-        fn decided(&self, event: &event::Decided<'_>) {
-            if event.dry_run {
-                self.0.lock().unwrap().push(event.decision.is_allowed());
+        fn notify(&self, event: &Event<'_>) {
+            if let Event::Decided {
+                decision,
+                dry_run: true,
+                ..
+            } = event
+            {
+                self.0.lock().unwrap().push(decision.is_allowed());
             }
         }
     }

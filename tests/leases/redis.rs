@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 use tower_redis_ratelimit::check::{Check, Decision, Source};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{Answer, Share, Store};
 use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{
@@ -149,8 +149,10 @@ fn quota_has_burst(strategy: Strategy) -> bool {
 struct Lost(Arc<AtomicU64>);
 
 impl Observer for Lost {
-    fn leased(&self, event: &event::EndedBlock) {
-        self.0.fetch_add(event.lost, Relaxed);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::LeasedBlockEnded { lost, .. } = *event {
+            self.0.fetch_add(lost, Relaxed);
+        }
     }
 }
 

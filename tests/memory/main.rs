@@ -72,7 +72,7 @@ fn finding_the_client_allocates_nothing() {
 #[test]
 fn a_logged_caller_takes_400_bytes() {
     use tower_redis_ratelimit::check::Decision;
-    use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+    use tower_redis_ratelimit::observe::{Event, Observer, TracingObserver};
 
     let policies = policy(Strategy::Gcra, "1/h");
     let store = LocalStore::default();
@@ -91,7 +91,7 @@ fn a_logged_caller_takes_400_bytes() {
         let log = measure(|| {
             for caller in 0..50_000 {
                 let key = Key::new(format!("{caller:039}"));
-                observer.decided(&event::Decided::new(&key, &denied, Duration::ZERO));
+                observer.notify(&Event::decided(&key, &denied, Duration::ZERO, false));
             }
         });
         let each = log.bytes_current as f64 / max as f64;

@@ -8,7 +8,7 @@ use http::{Request, Response};
 use tonic::Code;
 use tower::{Layer, ServiceExt};
 use tower_redis_ratelimit::extract::{Global, HeaderKey};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::{GrpcOr, GrpcReject, HttpReject};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{LocalStore, RateLimitLayer};
@@ -137,8 +137,10 @@ async fn http_and_grpc_share_a_count() {
 struct Suspicions(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Suspicions {
-    fn suspected(&self, event: &event::Suspected<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Suspected { problem, .. } = *event {
+            self.0.lock().unwrap().push(problem.to_owned());
+        }
     }
 }
 

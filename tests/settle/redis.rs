@@ -11,7 +11,7 @@ use http::{Request, Response, StatusCode};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::settle::{RequestCost, Reservation, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
@@ -147,8 +147,8 @@ async fn settling_takes_few_script_calls() {
 struct Failures(Arc<AtomicU32>);
 
 impl Observer for Failures {
-    fn failed(&self, event: &event::Failed<'_>) {
-        if event.key.is_some() {
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { key: Some(_), .. } = event {
             self.0.fetch_add(1, Relaxed);
         }
     }

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tower_redis_ratelimit::check::{Check, Source};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
     Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
@@ -132,9 +132,11 @@ impl Late {
 }
 
 impl Observer for Late {
-    fn runtime_late(&self, event: &event::RuntimeLate) {
-        let mut longest = self.0.lock().unwrap();
-        *longest = event.by.max(*longest);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::RuntimeLate { by, .. } = *event {
+            let mut longest = self.0.lock().unwrap();
+            *longest = by.max(*longest);
+        }
     }
 }
 

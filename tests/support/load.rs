@@ -11,7 +11,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Check, Source};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{ErrorKind, Share, Store};
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, RedisStore, Strategy, redis,
@@ -127,35 +127,40 @@ pub struct Events {
 struct Notes(Arc<Events>);
 
 impl Observer for Notes {
-    fn degraded(&self, _: &event::Degraded<'_>) {
-        self.0.degraded.fetch_add(1, SeqCst);
-    }
-
-    fn recovered(&self, _: &event::Recovered) {
-        self.0.recovered.fetch_add(1, SeqCst);
-    }
-
-    fn reconciled(&self, event: &event::Reconciled) {
-        self.0.charged.fetch_add(event.charged, SeqCst);
-        self.0.dropped.fetch_add(event.dropped, SeqCst);
-    }
-
-    fn leased(&self, event: &event::EndedBlock) {
-        self.0
-            .left
-            .fetch_add(event.refunded + event.expired, SeqCst);
-        self.0.largest.fetch_max(event.charged, SeqCst);
-    }
-
-    fn runtime_late(&self, event: &event::RuntimeLate) {
-        self.0.late.fetch_max(event.by.as_micros() as u64, SeqCst);
-        self.0.in_doubt.fetch_add(u64::from(event.gave_up), SeqCst);
-        self.0.failed.fetch_add(event.gave_up.into(), SeqCst);
-    }
-
-    fn failed(&self, event: &event::Failed<'_>) {
-        self.0.failed.fetch_add(1, SeqCst);
-        self.0.kinds.lock().unwrap().insert(event.error.kind());
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Degraded { .. } => {
+                self.0.degraded.fetch_add(1, SeqCst);
+            }
+            Event::Recovered { .. } => {
+                self.0.recovered.fetch_add(1, SeqCst);
+            }
+            Event::Reconciled {
+                charged, dropped, ..
+            } => {
+                self.0.charged.fetch_add(charged, SeqCst);
+                self.0.dropped.fetch_add(dropped, SeqCst);
+            }
+            Event::LeasedBlockEnded {
+                refunded,
+                expired,
+                charged,
+                ..
+            } => {
+                self.0.left.fetch_add(refunded + expired, SeqCst);
+                self.0.largest.fetch_max(charged, SeqCst);
+            }
+            Event::RuntimeLate { by, gave_up, .. } => {
+                self.0.late.fetch_max(by.as_micros() as u64, SeqCst);
+                self.0.in_doubt.fetch_add(u64::from(gave_up), SeqCst);
+                self.0.failed.fetch_add(gave_up.into(), SeqCst);
+            }
+            Event::Failed { error, .. } => {
+                self.0.failed.fetch_add(1, SeqCst);
+                self.0.kinds.lock().unwrap().insert(error.kind());
+            }
+            _ => {}
+        }
     }
 }
 

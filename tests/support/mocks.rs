@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::Reject;
 use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Limiter, LocalStore, Policy, RateLimitLayer, Strategy};
@@ -259,14 +259,15 @@ impl Question {
 pub(crate) struct Problems(pub(crate) Arc<Mutex<Vec<String>>>);
 
 impl Observer for Problems {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
-    }
-
-    fn suspected(&self, event: &event::Suspected<'_>) {
-        self.0
-            .lock()
-            .unwrap()
-            .push(format!("suspected: {}", event.problem));
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Misconfigured { problem, .. } => {
+                self.0.lock().unwrap().push(problem.to_owned());
+            }
+            Event::Suspected { problem, .. } => {
+                self.0.lock().unwrap().push(format!("suspected: {problem}"));
+            }
+            _ => {}
+        }
     }
 }

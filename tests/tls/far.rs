@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::Source;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{FallbackBuilder, RedisStoreBuilder, Store};
 use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 
@@ -89,12 +89,12 @@ impl Distance {
 struct Texts(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Texts {
-    fn failed(&self, event: &event::Failed<'_>) {
-        self.0.lock().unwrap().push(event.error.to_string());
-    }
-
-    fn still_degraded(&self, event: &event::StillDegraded<'_>) {
-        if let Some(error) = event.error {
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. }
+        | Event::StillDegraded {
+            error: Some(error), ..
+        } = event
+        {
             self.0.lock().unwrap().push(error.to_string());
         }
     }

@@ -39,7 +39,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, JointCheck, JointDecision, Key};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::NO_COST;
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Event, Observer, or_log};
 use crate::util::{OnceFlag, OwnCount, contain, instant, lock, polled_after_completion};
 
 /// Sends operations to one store, and reports failures to the observer. Clones share the queue.
@@ -226,7 +226,7 @@ impl OpQueue {
     /// Notifies the observer, once, of a possible mistake in the use of the charges.
     pub(crate) fn suspect(&self, problem: &str) {
         if self.shared.suspected.claim() {
-            or_log(self.shared.observer.as_ref()).suspected(&event::Suspected::new(problem));
+            or_log(self.shared.observer.as_ref()).notify(&Event::Suspected { problem });
         }
     }
 
@@ -478,7 +478,13 @@ impl SharedQueue {
     }
 
     fn report(&self, key: &Key, error: &StoreError) {
-        contain(|| or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(key), error)));
+        contain(|| {
+            or_log(self.observer.as_ref()).notify(&Event::Failed {
+                key: Some(key),
+                error,
+                unanswered: false,
+            })
+        });
     }
 
     fn set_first_runtime(&self) {

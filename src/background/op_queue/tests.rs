@@ -63,9 +63,11 @@ fn queue_of_channel() -> (OpQueue, SentChecks, Arc<Failures>) {
 struct Failures(AtomicU32);
 
 impl Observer for Failures {
-    fn failed(&self, event: &event::Failed<'_>) {
-        assert_eq!(event.key, Some(&Key::GLOBAL));
-        self.0.fetch_add(1, Relaxed);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { key, .. } = *event {
+            assert_eq!(key, Some(&Key::GLOBAL));
+            self.0.fetch_add(1, Relaxed);
+        }
     }
 }
 
@@ -461,8 +463,10 @@ impl Store for Panicking {
 }
 
 impl Observer for Panicking {
-    fn failed(&self, _: &event::Failed<'_>) {
-        panic!("a fault of the observer");
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { .. } = *event {
+            panic!("a fault of the observer");
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use super::block::ann;
 use crate::Leased;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Source, Strategy};
-use crate::observe::{Observer, event};
+use crate::observe::{Event, Observer};
 use crate::store::{Answer, Fallback, LocalStore, Store};
 use crate::util::{instant, lock};
 
@@ -297,8 +297,10 @@ fn no_check_waits_for_another_runtime() {
 struct Problems(Mutex<Vec<String>>);
 
 impl Observer for Arc<Problems> {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        lock(&self.0).push(event.problem.to_owned());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Misconfigured { problem } = *event {
+            lock(&self.0).push(problem.to_owned());
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::observe::mistakes::{NO_PEER_ADDRESS, PROXY_HEADER, UNKNOWN_PROXY};
 /// the header that your proxies write. Its [`peer()`](crate::extract::ClientIp::peer) counts the
 /// same way, with a configurable IPv6 prefix. If one of a layer's first 1,000 requests has `X-Forwarded-For` or `Forwarded` and
 /// comes from a private, link-local or shared address, that is reported as
-/// [misconfigured](crate::observe::Observer::misconfigured).
+/// [misconfigured](crate::observe::Event::Misconfigured).
 ///
 /// The address is read from the request's extensions. The first of these that is present is used:
 /// 1. an [`IpAddr`], which your application may insert to override the server,
@@ -358,7 +358,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
-    use crate::observe::{Observer, event};
+    use crate::observe::{Event, Observer};
 
     fn with<T: Clone + Send + Sync + 'static>(extension: T) -> Parts {
         Request::builder()
@@ -458,13 +458,17 @@ mod tests {
     struct Problems(Mutex<Vec<String>>);
 
     impl Observer for Problems {
-        fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-            self.0.lock().unwrap().push(event.problem.to_owned());
-        }
-
-        fn suspected(&self, event: &event::Suspected<'_>) {
-            let suspicion = format!("suspected: {}", event.problem);
-            self.0.lock().unwrap().push(suspicion);
+        fn notify(&self, event: &Event<'_>) {
+            match *event {
+                Event::Misconfigured { problem } => {
+                    self.0.lock().unwrap().push(problem.to_owned());
+                }
+                Event::Suspected { problem } => {
+                    let suspicion = format!("suspected: {problem}");
+                    self.0.lock().unwrap().push(suspicion);
+                }
+                _ => {}
+            }
         }
     }
 

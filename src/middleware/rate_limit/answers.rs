@@ -65,7 +65,7 @@ macro_rules! answers {
 
             /// Lets rejections have a status of success, as in JSON-RPC, where the body has the error. Otherwise the
             /// first such response of [`reject_with`](Self::reject_with) or [`reject`](Self::reject) is reported as
-            /// [misconfigured](crate::observe::Observer::misconfigured), except for one over gRPC, which has a `grpc-status`.
+            /// [misconfigured](crate::observe::Event::Misconfigured), except for one over gRPC, which has a `grpc-status`.
             #[must_use]
             pub fn denied_with_success(self) -> Self {
                 self.answer(|answer| answer.denies_with_success = true)

@@ -166,7 +166,7 @@ impl<S: Store, K, R> RateLimitLayer<S, K, R> {
     /// - **In an outage** a [`Fallback`](crate::Fallback) settles in the store that decides.
     ///   Without one, unsent operations are retried until they expire. Operations that may have
     ///   been executed are not retried, so nothing is charged twice. The observer is
-    ///   [notified](crate::observe::Observer::failed) of losses.
+    ///   [notified](crate::observe::Event::Failed) of losses.
     /// - **With [waiting](Self::wait) requests** a bucket may have more than one burst reserved
     ///   ahead. Then a cost beyond the reservation charges nothing. The charge of a request that has
     ///   waited is refunded only if no later turn is reserved.

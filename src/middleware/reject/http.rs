@@ -13,7 +13,7 @@ use crate::limit::{Decision, Source};
 /// - Blocked, in a layer with [`forbid_blocked`](crate::RateLimitLayer::forbid_blocked): 403 without `Retry-After`.
 /// - No key: 400, whose `detail` names the missing key, or 401 with `WWW-Authenticate` if the
 ///   client is [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is
-///   misconfigured; the reason is [for the log](crate::observe::Observer::misconfigured), and in
+///   misconfigured; the reason is [for the log](crate::observe::Event::Misconfigured), and in
 ///   the `detail` in debug builds only.
 /// - No store could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`, without the
 ///   cause.

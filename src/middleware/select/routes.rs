@@ -12,7 +12,7 @@ use crate::error::{ConfigError, redacted};
 use crate::gate::{PolicySelector, Selector};
 use crate::limit::{Key, KeyForms, Policies};
 use crate::observe::mistakes::NESTED_PATTERN;
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Event, Observer, or_log};
 use crate::util::OnceFlag;
 
 /// Policies by method and path, for one layer around a whole service.
@@ -539,7 +539,7 @@ impl<'a> Search<'a> {
                  against the whole path: begin it with {prefix:?}{NESTED_PATTERN}"
             );
             let observer = nested.observer.get();
-            or_log(observer).suspected(&event::Suspected::new(&problem));
+            or_log(observer).notify(&Event::Suspected { problem: &problem });
         }
     }
 

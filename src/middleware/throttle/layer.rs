@@ -59,7 +59,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// - When a runtime shuts down, the reserved turns of its waiting calls are refunded to Redis when the
 ///   throttle is used on another runtime.
 /// - If a service is called without being ready, the call is charged and proceeds without a permit, which is
-///   [reported](Observer::misconfigured) once. The call is not charged while more than one burst is reserved ahead.
+///   [reported](crate::observe::Event::Misconfigured) once. The call is not charged while more than one burst is reserved ahead.
 ///
 /// Checks on the same count without a throttle are denied while permits are taken in advance: see
 /// [`Check::take_ahead`](crate::check::Check::take_ahead).
@@ -86,7 +86,7 @@ impl ThrottleLayer {
     /// returns: a [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or
     /// [`Live`](crate::select::Live) ones, whose replacement applies to later waits. Without
     /// policies, every call proceeds. Policies of requests [in flight](crate::Policy::in_flight)
-    /// are ignored, and reported as [misconfigured](Observer::misconfigured), since a throttle does
+    /// are ignored, and reported as [misconfigured](crate::observe::Event::Misconfigured), since a throttle does
     /// not see calls end.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let wait_queues = WaitQueues::new(store, Bounds::DEFAULT);

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
-use crate::observe::{Observer, event};
+use crate::observe::{Event, Observer};
 use crate::simulation::clocked::Clocked;
 use crate::simulation::network::{Counts, Fate, Network, Remote, Reply, Request, Shared, Waiting};
 use crate::store::{Answer, Share, Store};
@@ -147,13 +147,21 @@ pub(crate) struct BlockTotals {
 }
 
 impl Observer for Arc<BlockTotals> {
-    fn leased(&self, event: &event::EndedBlock) {
-        assert!(event.refunded + event.expired <= event.charged, "{event:?}");
-        self.lost.fetch_add(event.lost, Relaxed);
-        self.ended.fetch_add((event.charged > 0).into(), Relaxed);
-        self.charged.fetch_add(event.charged, Relaxed);
-        self.refunded.fetch_add(event.refunded, Relaxed);
-        self.expired.fetch_add(event.expired, Relaxed);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::LeasedBlockEnded {
+            refunded,
+            expired,
+            charged,
+            lost,
+        } = *event
+        {
+            assert!(refunded + expired <= charged, "{event:?}");
+            self.lost.fetch_add(lost, Relaxed);
+            self.ended.fetch_add((charged > 0).into(), Relaxed);
+            self.charged.fetch_add(charged, Relaxed);
+            self.refunded.fetch_add(refunded, Relaxed);
+            self.expired.fetch_add(expired, Relaxed);
+        }
     }
 }
 

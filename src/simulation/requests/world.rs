@@ -6,9 +6,9 @@ use super::ledger::{Ledger, Rule};
 use super::plan::{Caller, Fault, Kind, Plan, TIMEOUT};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, Verdicts};
-use crate::observe::{Observer, event};
+use crate::observe::{Event, Observer};
 use crate::simulation::network::{
-    Counts, Event, Fate, Network, Remote, Reply, Request, Shared, Waiting,
+    Counts, Fate, Network, NetworkEvent, Remote, Reply, Request, Shared, Waiting,
 };
 use crate::simulation::{Log, shown, verdict};
 use crate::store::{Answer, Backend, Store, Waiters};
@@ -29,10 +29,10 @@ pub(super) struct WorldState {
 fn in_flight(request: &Request, key: &Key) -> i64 {
     match (&request.next, request.check.mode()) {
         _ if request.check.key() != key => 0,
-        (Event::IsAnswered(Ok(decision)), Mode::Take) if !request.is_abandoned() => {
+        (NetworkEvent::IsAnswered(Ok(decision)), Mode::Take) if !request.is_abandoned() => {
             decision.granted().into()
         }
-        (Event::Leaves | Event::Runs, Mode::Release) => 1,
+        (NetworkEvent::Leaves | NetworkEvent::Runs, Mode::Release) => 1,
         _ => 0,
     }
 }
@@ -277,16 +277,22 @@ pub(super) struct Recorder {
 }
 
 impl Observer for Recorder {
-    fn failed(&self, event: &event::Failed<'_>) {
-        let Some(key) = event.key else { return };
-        let (instance, kind) = (self.instance, event.error.kind().as_str());
-        let mut state = self.world.state();
-        let Some(caller) = state.caller(key) else {
-            return;
-        };
-        state.ledger.is_reported(caller);
-        state.say(Some(caller), || {
-            format!("i{instance} reports a lost settlement: {kind}")
-        });
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed {
+            key: Some(key),
+            error,
+            ..
+        } = *event
+        {
+            let (instance, kind) = (self.instance, error.kind().as_str());
+            let mut state = self.world.state();
+            let Some(caller) = state.caller(key) else {
+                return;
+            };
+            state.ledger.is_reported(caller);
+            state.say(Some(caller), || {
+                format!("i{instance} reports a lost settlement: {kind}")
+            });
+        }
     }
 }

@@ -29,7 +29,7 @@ use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Extra, Key, MadeBy, Mode, Source, Verdict};
 use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Event, Observer, or_log};
 use crate::store::health::shows_failure;
 use crate::store::{Answer, LocalStore, Share, Store};
 use crate::util::{
@@ -233,8 +233,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Notifies the observer that the runtime was late while a check waited.
     pub(super) fn report_late(&self, by: Duration, gave_up: bool) {
-        let event = event::RuntimeLate::new(by, gave_up);
-        self.observe(|observer| observer.runtime_late(&event));
+        self.observe(|observer| observer.notify(&Event::RuntimeLate { by, gave_up }));
     }
 
     fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, sent: SentToPrimary) {
@@ -274,7 +273,13 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, sent: SentToPrimary) {
-        self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
+        self.observe(|observer| {
+            observer.notify(&Event::Failed {
+                key: Some(check.key()),
+                error,
+                unanswered: false,
+            })
+        });
         if !shows_failure(error) {
             return self.breaker.learned_nothing(sent.ticket);
         }
@@ -287,10 +292,13 @@ impl<P: Store, F: Store> Partition<P, F> {
         let is_lasting = error.kind() == ErrorKind::ClusterNode;
         let now = self.clock.micros();
         if self.breaker.failed(ticket, is_lasting, now) && self.outage.opened(now) {
-            let mut degraded = event::Degraded::new(error);
-            degraded.share = self.settings.share.instances();
-            degraded.is_counted = matches!(self.settings.share, Share::Alive(_));
-            self.observe(|observer| observer.degraded(&degraded));
+            self.observe(|observer| {
+                observer.notify(&Event::Degraded {
+                    error,
+                    share: self.settings.share.instances(),
+                    is_counted: matches!(self.settings.share, Share::Alive(_)),
+                });
+            });
         }
     }
 
@@ -404,7 +412,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Reports a misconfiguration.
     fn report(&self, problem: fmt::Arguments<'_>) {
         let problem = problem.to_string();
-        self.observe(|observer| observer.misconfigured(&event::Misconfigured::new(&problem)));
+        self.observe(|observer| observer.notify(&Event::Misconfigured { problem: &problem }));
     }
 
     /// Reports, once for each policy, a cost above this instance's share that the whole policy allows.

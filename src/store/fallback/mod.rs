@@ -77,7 +77,7 @@ use crate::background::TaskOwner;
 use crate::blocks::Blocks;
 use crate::error::ConfigError;
 use crate::limit::{Check, Decision, JointCheck, Key};
-use crate::observe::{event, shared_observer};
+use crate::observe::{Event, shared_observer};
 use crate::util::{Clock, OnceFlag};
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -205,7 +205,7 @@ impl<P: Store, F: Store> FallbackBuilder<P, F> {
     /// [`Instances`](crate::store::Instances) of an announcement. Defaults to 1: each instance grants the whole policy.
     ///
     /// A cost above the share is denied in an outage. The first one under each policy is reported as
-    /// [misconfigured](Observer::misconfigured), unless the whole policy does not allow it either.
+    /// [misconfigured](Event::Misconfigured), unless the whole policy does not allow it either.
     pub fn share(mut self, share: impl Into<Share>) -> Self {
         self.settings.share = share.into();
         self
@@ -244,7 +244,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// The fallback should be a [`LocalStore`] itself, not a wrapper around one: wrap the `Fallback` instead. Another store
     /// may run user code, so it decides without the lock of the caller. A concurrent reply of the primary store may then
     /// remove a grant from its count, so that more than one burst beyond the policy is granted to a caller in an outage.
-    /// The first check [reports](Observer::misconfigured) such a store.
+    /// The first check [reports](Event::Misconfigured) such a store.
     pub fn new(primary: P, fallback: F) -> Self {
         Self::builder(primary, fallback).build()
     }
@@ -514,7 +514,13 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     }
 
     fn failed(&self, error: &StoreError) {
-        self.partitions[0].observe(|observer| observer.failed(&event::Failed::new(None, error)));
+        self.partitions[0].observe(|observer| {
+            observer.notify(&Event::Failed {
+                key: None,
+                error,
+                unanswered: false,
+            })
+        });
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use crate::observe::event;
+use crate::observe::Event;
 use crate::util::lock;
 
 /// Interval between two reports of an outage that continues.
@@ -45,16 +45,15 @@ impl Outage {
     }
 
     /// Records that a breaker has closed after this time. Returns the report if it was the last one.
-    pub(super) fn closed(&self, after: Duration) -> Option<event::Recovered> {
+    pub(super) fn closed(&self, after: Duration) -> Option<Event<'static>> {
         let mut breakers = lock(&self.breakers);
         breakers.count -= 1;
-        (breakers.count == 0).then(|| {
-            let mut recovered = event::Recovered::new(after);
-            recovered.checks = self.checks.swap(0, Relaxed);
-            recovered.granted = self.granted.swap(0, Relaxed);
-            recovered.charged = self.charged.swap(0, Relaxed);
-            recovered.dropped = self.dropped.swap(0, Relaxed);
-            recovered
+        (breakers.count == 0).then(|| Event::Recovered {
+            after,
+            checks: self.checks.swap(0, Relaxed),
+            granted: self.granted.swap(0, Relaxed),
+            charged: self.charged.swap(0, Relaxed),
+            dropped: self.dropped.swap(0, Relaxed),
         })
     }
 

@@ -29,7 +29,7 @@ use super::check::{GRACES, Partition};
 use crate::background::Task;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Quota};
-use crate::observe::event;
+use crate::observe::Event;
 use crate::store::health::shows_failure;
 use crate::store::{Answer, Store, charge_debt_of, probe};
 use crate::util::{instant, jittered, patient, yield_to_others};
@@ -132,7 +132,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         if let Some(after) = self.breaker.close(self.clock.micros())
             && let Some(recovered) = self.outage.closed(after)
         {
-            self.observe(|observer| observer.recovered(&recovered));
+            self.observe(|observer| observer.notify(&recovered));
         }
         // If this fails, `reconcile_while_usable` reconciles the rest later.
         self.reconcile().await
@@ -302,10 +302,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     fn report_outage(&self, error: Option<&StoreError>) {
         if let Some((after, checks)) = self.outage.due(self.clock.micros()) {
             self.observe(|observer| {
-                let share = self.settings.share.instances();
-                let mut degraded = event::StillDegraded::new(after, checks, share);
-                degraded.error = error;
-                observer.still_degraded(&degraded);
+                observer.notify(&Event::StillDegraded {
+                    after,
+                    checks,
+                    share: self.settings.share.instances(),
+                    error,
+                });
             });
         }
     }
@@ -316,8 +318,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             .map(|cost| cost.swap(0, Ordering::Relaxed));
         if charged + dropped > 0 {
             self.outage.reconciled(charged, dropped);
-            let reconciled = event::Reconciled::new(charged, dropped);
-            self.observe(|observer| observer.reconciled(&reconciled));
+            self.observe(|observer| observer.notify(&Event::Reconciled { charged, dropped }));
         }
         charged > 0
     }

@@ -15,7 +15,7 @@ use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::call_limit::{CallFuture, CallLimit};
 use tower_redis_ratelimit::check::RateLimited;
 use tower_redis_ratelimit::extract::{Global, KeyExtractor, MissingKey};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::{Live, PolicySelector};
 use tower_redis_ratelimit::store::{Store, StoreError};
@@ -355,25 +355,29 @@ fn store_errors_fail_or_pass() {
 struct Notes(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Notes {
-    fn decided(&self, event: &event::Decided<'_>) {
-        assert!(!event.dry_run);
-        let note = format!(
-            "{} {}",
-            event.key.reveal(),
-            event.decision.outcome().as_str()
-        );
-        self.0.lock().unwrap().push(note);
-    }
-
-    fn failed(&self, event: &event::Failed<'_>) {
-        self.0
-            .lock()
-            .unwrap()
-            .push(format!("{} failed", event.key.unwrap().reveal()));
-    }
-
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Decided {
+                dry_run,
+                key,
+                decision,
+                ..
+            } => {
+                assert!(!dry_run);
+                let note = format!("{} {}", key.reveal(), decision.outcome().as_str());
+                self.0.lock().unwrap().push(note);
+            }
+            Event::Failed { key, .. } => {
+                self.0
+                    .lock()
+                    .unwrap()
+                    .push(format!("{} failed", key.unwrap().reveal()));
+            }
+            Event::Misconfigured { problem, .. } => {
+                self.0.lock().unwrap().push(problem.to_owned());
+            }
+            _ => {}
+        }
     }
 }
 

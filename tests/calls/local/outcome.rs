@@ -102,13 +102,21 @@ async fn uncharged_calls_are_not_settled() {
 struct Tried(Arc<Mutex<Vec<(bool, String, bool)>>>);
 
 impl Observer for Tried {
-    fn decided(&self, event: &event::Decided<'_>) {
-        assert_eq!(event.key.reveal(), "acme");
-        let name = event.decision.policy().name().to_owned();
-        self.0
-            .lock()
-            .unwrap()
-            .push((event.dry_run, name, event.decision.is_allowed()));
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Decided {
+            key,
+            decision,
+            dry_run,
+            ..
+        } = *event
+        {
+            assert_eq!(key.reveal(), "acme");
+            let name = decision.policy().name().to_owned();
+            self.0
+                .lock()
+                .unwrap()
+                .push((dry_run, name, decision.is_allowed()));
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 use tower_redis_ratelimit::check::Source;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{Credentials, ErrorKind, RedisStoreBuilder, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 
@@ -198,8 +198,10 @@ async fn a_closure_that_fails_is_named_in_time() {
 struct Failures(Arc<Mutex<Vec<StoreError>>>);
 
 impl Observer for Failures {
-    fn failed(&self, event: &event::Failed<'_>) {
-        self.0.lock().unwrap().push(event.error.clone());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. } = *event {
+            self.0.lock().unwrap().push(error.clone());
+        }
     }
 }
 

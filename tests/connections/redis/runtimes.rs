@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::{Limiter, RedisStore, Strategy};
 
@@ -191,9 +191,11 @@ struct Holds {
 }
 
 impl Observer for Holds {
-    fn sent(&self, _: &event::Sent) {
-        let _ = self.holding.send(());
-        let _ = self.go_on.lock().unwrap().recv();
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Sent { .. } = *event {
+            let _ = self.holding.send(());
+            let _ = self.go_on.lock().unwrap().recv();
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tower_redis_ratelimit::check::{Check, Source};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
@@ -302,8 +302,10 @@ async fn rejected_pings(server: &RedisServer) -> u32 {
 struct Failures(tokio::sync::mpsc::UnboundedSender<StoreError>);
 
 impl Observer for Failures {
-    fn failed(&self, event: &event::Failed<'_>) {
-        let _ = self.0.send(event.error.clone());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. } = *event {
+            let _ = self.0.send(error.clone());
+        }
     }
 }
 
@@ -709,7 +711,9 @@ async fn a_missing_right_is_named() {
 struct Reports(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Reports {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Misconfigured { problem, .. } = *event {
+            self.0.lock().unwrap().push(problem.to_owned());
+        }
     }
 }

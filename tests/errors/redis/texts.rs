@@ -2,13 +2,14 @@
 
 use std::error::Error as _;
 use std::io::{self, Write};
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+use tower_redis_ratelimit::observe::{Event, Observer, TracingObserver};
 use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
@@ -55,8 +56,8 @@ fn texts(error: &StoreError) -> Vec<String> {
         .finish();
     tracing::subscriber::with_default(subscriber, || {
         let observer = TracingObserver::new();
-        observer.failed(&event::Failed::new(None, error));
-        observer.degraded(&event::Degraded::new(error));
+        observer.notify(&Event::failed(None, error, false));
+        observer.notify(&Event::degraded(error, NonZeroU32::MIN, false));
     });
     texts.extend([format!("{error:?}"), format!("{error:#?}")]);
     texts.push(String::from_utf8(log.0.lock().unwrap().clone()).unwrap());
@@ -155,12 +156,13 @@ async fn a_missed_deadline_names_the_server() {
     struct Tells(mpsc::UnboundedSender<String>);
 
     impl Observer for Tells {
-        fn failed(&self, event: &event::Failed<'_>) {
-            let _ = self.0.send(event.error.to_string());
-        }
-
-        fn degraded(&self, event: &event::Degraded<'_>) {
-            let _ = self.0.send(event.error.to_string());
+        fn notify(&self, event: &Event<'_>) {
+            match *event {
+                Event::Failed { error, .. } | Event::Degraded { error, .. } => {
+                    let _ = self.0.send(error.to_string());
+                }
+                _ => {}
+            }
         }
     }
 

@@ -10,7 +10,7 @@ use http::{Request, Response};
 use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Decision, DryRun, JointCheck, Mode, Outcome, Source};
 use tower_redis_ratelimit::extract::{Global, HeaderKey, MissingKey, key_fn};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::policies_fn;
 use tower_redis_ratelimit::settle::{RequestCost, ReserveError, Settlement};
@@ -545,11 +545,13 @@ async fn an_id_is_charged_once_for_all_keys() {
 struct Notes(Arc<Mutex<Vec<(String, String, bool)>>>);
 
 impl Observer for Notes {
-    fn decided(&self, event: &event::Decided<'_>) {
-        let policy = event.decision.policy().name().to_owned();
-        let key = event.key.reveal().to_owned();
-        let is_allowed = event.decision.outcome() == Outcome::Allowed;
-        self.0.lock().unwrap().push((key, policy, is_allowed));
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Decided { decision, key, .. } = *event {
+            let policy = decision.policy().name().to_owned();
+            let key = key.reveal().to_owned();
+            let is_allowed = decision.outcome() == Outcome::Allowed;
+            self.0.lock().unwrap().push((key, policy, is_allowed));
+        }
     }
 }
 

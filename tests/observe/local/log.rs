@@ -9,7 +9,7 @@ use tower::{Layer, ServiceExt};
 use tower_http::trace::TraceLayer;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::PeerIp;
-use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+use tower_redis_ratelimit::observe::{Event, Observer, TracingObserver};
 use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
@@ -89,9 +89,8 @@ async fn policies_and_dry_runs_log_separately() {
     ] {
         let check = Check::take(key, &gcra(name, "1/h").into(), 2);
         let decision = LocalStore::default().check(check).await.unwrap();
-        let mut event = event::Decided::new(&key, &decision, Duration::ZERO);
-        event.dry_run = dry_run;
-        observer.clone().decided(&event);
+        let event = Event::decided(&key, &decision, Duration::ZERO, dry_run);
+        observer.clone().notify(&event);
     }
     let login = exceeded("alice", 1).replace("api", "login");
     assert_eq!(
@@ -134,9 +133,9 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     );
     let key = Key::new("alice");
     for _ in 0..100 {
-        observer.failed(&event::Failed::new(Some(&key), &timeout));
+        observer.notify(&Event::failed(Some(&key), &timeout, false));
     }
-    observer.failed(&event::Failed::new(None, &refused));
+    observer.notify(&Event::failed(None, &refused, false));
     let logged = lines.take();
     assert!(
         logged[0].starts_with("WARN rate limit checks failed kind=\"timeout\" error="),
@@ -164,22 +163,15 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     );
 
     for _ in 0..2 {
-        let mut degraded = event::Degraded::new(&timeout);
-        observer.degraded(&degraded);
-        degraded.is_counted = true;
-        observer.degraded(&degraded);
-        degraded.share = NonZeroU32::new(4).unwrap();
-        observer.degraded(&degraded);
-        let mut still = event::StillDegraded::new(Duration::from_secs(60), 950, degraded.share);
-        still.error = Some(&timeout);
-        observer.still_degraded(&still);
-        let mut recovered = event::Recovered::new(Duration::from_secs(63));
-        recovered.checks = 999;
-        recovered.granted = 12;
-        recovered.charged = 7;
-        recovered.dropped = 1;
-        observer.recovered(&recovered);
-        observer.reconciled(&event::Reconciled::new(7, 1));
+        let [one, four] = [1, 4].map(|share| NonZeroU32::new(share).unwrap());
+        for (share, is_counted) in [(one, false), (one, true), (four, true)] {
+            observer.notify(&Event::degraded(&timeout, share, is_counted));
+        }
+        let minute = Duration::from_secs(60);
+        observer.notify(&Event::still_degraded(minute, 950, four, Some(&timeout)));
+        let after = Duration::from_secs(63);
+        observer.notify(&Event::recovered(after, 999, 12, 7, 1));
+        observer.notify(&Event::reconciled(7, 1));
     }
     let logged = lines.take();
     assert_eq!(logged.len(), 12, "{logged:?}");
@@ -220,13 +212,13 @@ async fn a_late_runtime_is_logged_with_its_fix() {
     };
     for delay in [160, 20, 300, 90] {
         let by = Duration::from_millis(delay);
-        observer.runtime_late(&event::RuntimeLate::new(by, false));
+        observer.notify(&Event::runtime_late(by, false));
     }
     assert_eq!(lines.take(), [line("160ms", 1)]);
     advance(Duration::from_secs(60)).await;
-    observer.runtime_late(&event::RuntimeLate::new(Duration::from_millis(7), true));
+    observer.notify(&Event::runtime_late(Duration::from_millis(7), true));
     assert_eq!(lines.take(), [line("300ms", 3)]);
-    observer.runtime_late(&event::RuntimeLate::new(Duration::from_millis(8), true));
+    observer.notify(&Event::runtime_late(Duration::from_millis(8), true));
     drop(observer);
     assert_eq!(lines.take(), [line("8ms", 2)], "the rest");
 }
@@ -303,8 +295,8 @@ async fn counts_are_logged_outside_foreign_spans() {
     let check = Check::take(alice, &gcra("api", "1/h").into(), 2);
     let decision = LocalStore::default().check(check).await.unwrap();
     let logged = |path: &str, key: &Key| {
-        let event = event::Decided::new(key, &decision, Duration::ZERO);
-        info_span!("request", path).in_scope(|| observer.decided(&event));
+        let event = Event::decided(key, &decision, Duration::ZERO, false);
+        info_span!("request", path).in_scope(|| observer.notify(&event));
         lines.take()
     };
     assert_eq!(

@@ -20,7 +20,7 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{
     Global, HeaderKey, KeyExtractor, PeerIp, by_extension, key_fn,
 };
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::{OnMissingKey, Rejection};
 use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers};
 use tower_redis_ratelimit::settle::{RequestCost, Settlement};
@@ -65,41 +65,42 @@ impl Notes {
 }
 
 impl Observer for Notes {
-    fn decided(&self, event: &event::Decided<'_>) {
-        let event::Decided {
-            key,
-            decision,
-            elapsed,
-            dry_run,
-            ..
-        } = event;
-        let (policy, outcome) = (decision.policies()[0].name(), decision.outcome().as_str());
-        assert!(!dry_run);
-        self.add(format!(
-            "{} {policy} {outcome} {:?} {elapsed:?}",
-            key.reveal(),
-            decision.source()
-        ));
-    }
-
-    fn failed(&self, event: &event::Failed<'_>) {
-        self.add(format!(
-            "{} failed: {:?}",
-            event.key.unwrap().reveal(),
-            event.error.kind()
-        ));
-    }
-
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.add(event.problem);
-    }
-
-    fn degraded(&self, _: &event::Degraded<'_>) {
-        self.add("degraded");
-    }
-
-    fn sent(&self, _: &event::Sent) {
-        self.add("sends");
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Decided {
+                key,
+                decision,
+                elapsed,
+                dry_run,
+                ..
+            } => {
+                let (policy, outcome) =
+                    (decision.policies()[0].name(), decision.outcome().as_str());
+                assert!(!dry_run);
+                self.add(format!(
+                    "{} {policy} {outcome} {:?} {elapsed:?}",
+                    key.reveal(),
+                    decision.source()
+                ));
+            }
+            Event::Failed { key, error, .. } => {
+                self.add(format!(
+                    "{} failed: {:?}",
+                    key.unwrap().reveal(),
+                    error.kind()
+                ));
+            }
+            Event::Misconfigured { problem, .. } => {
+                self.add(problem);
+            }
+            Event::Degraded { .. } => {
+                self.add("degraded");
+            }
+            Event::Sent { .. } => {
+                self.add("sends");
+            }
+            _ => {}
+        }
     }
 }
 
@@ -147,12 +148,10 @@ async fn events_name_callers_only_on_demand() {
     struct Events(Notes);
 
     impl Observer for Events {
-        fn decided(&self, event: &event::Decided<'_>) {
-            self.0.add(format!("{event:?} {event:#?}"));
-        }
-
-        fn failed(&self, event: &event::Failed<'_>) {
-            self.0.add(format!("{event:?} {event:#?}"));
+        fn notify(&self, event: &Event<'_>) {
+            if let Event::Decided { .. } | Event::Failed { .. } = event {
+                self.0.add(format!("{event:?} {event:#?}"));
+            }
         }
     }
 
@@ -281,13 +280,18 @@ async fn a_limiter_reports_exempt_callers() {
     struct Reasons(Notes);
 
     impl Observer for Reasons {
-        fn decided(&self, _: &event::Decided<'_>) {
-            self.0.add("decided");
-        }
-
-        fn uncounted(&self, event: &event::Uncounted<'_>) {
-            self.0
-                .add(format!("{} {}", event.reason.as_str(), event.allowed));
+        fn notify(&self, event: &Event<'_>) {
+            match *event {
+                Event::Decided { .. } => {
+                    self.0.add("decided");
+                }
+                Event::Uncounted {
+                    reason, allowed, ..
+                } => {
+                    self.0.add(format!("{} {}", reason.as_str(), allowed));
+                }
+                _ => {}
+            }
         }
     }
 
@@ -1321,8 +1325,10 @@ async fn all_threads_report_a_misconfiguration_once() {
 struct Panics(AtomicBool);
 
 impl Observer for Panics {
-    fn decided(&self, _: &event::Decided<'_>) {
-        assert!(self.0.swap(true, Relaxed), "the first one");
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Decided { .. } = *event {
+            assert!(self.0.swap(true, Relaxed), "the first one");
+        }
     }
 }
 

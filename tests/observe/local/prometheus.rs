@@ -1,5 +1,6 @@
 //! Metrics that Prometheus scrapes.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -7,7 +8,7 @@ use http::request::Parts;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp, by_extension};
-use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
+use tower_redis_ratelimit::observe::{Event, MetricsObserver, Observer, UncountedReason};
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::policies_fn;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
@@ -135,9 +136,11 @@ fn unlabeled_metrics_exist_from_the_start() {
     });
     assert_eq!(found, expected);
 
-    observer.degraded(&event::Degraded::new(&StoreError::new(ErrorKind::Timeout)));
+    let timeout = StoreError::new(ErrorKind::Timeout);
+    observer.notify(&Event::degraded(&timeout, NonZeroU32::MIN, false));
     let _again = MetricsObserver::new();
-    MetricsObserver::named("other").recovered(&event::Recovered::new(Duration::from_secs(1)));
+    let recovered = Event::recovered(Duration::from_secs(1), 0, 0, 0, 0);
+    MetricsObserver::named("other").notify(&recovered);
     let degraded = lines(&recorder.handle().render(), "ratelimit_degraded");
     assert_eq!(
         degraded,
@@ -158,17 +161,16 @@ fn emit_all(observer: &impl Observer) {
         .unwrap()
         .unwrap();
     let key = Key::new("alice");
-    let mut decided = event::Decided::new(&key, &decision, Duration::from_millis(250));
-    decided.dry_run = true;
-    observer.decided(&decided);
-    observer.failed(&event::Failed::new(None, &error));
-    observer.uncounted(&event::Uncounted::new(event::UncountedReason::Exempt));
-    observer.misconfigured(&event::Misconfigured::new("no address"));
-    observer.degraded(&event::Degraded::new(&error));
-    observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
-    observer.reconciled(&event::Reconciled::new(7, 1));
-    observer.leased(&event::EndedBlock::new(64, 3, 2));
-    observer.sent(&event::Sent::new(128, 5));
+    let elapsed = Duration::from_millis(250);
+    observer.notify(&Event::decided(&key, &decision, elapsed, true));
+    observer.notify(&Event::failed(None, &error, false));
+    observer.notify(&Event::uncounted(UncountedReason::Exempt, true));
+    observer.notify(&Event::misconfigured("no address"));
+    observer.notify(&Event::degraded(&error, NonZeroU32::MIN, false));
+    observer.notify(&Event::recovered(Duration::from_secs(3), 0, 0, 0, 0));
+    observer.notify(&Event::reconciled(7, 1));
+    observer.notify(&Event::leased_block_ended(64, 3, 2, 0));
+    observer.notify(&Event::sent(128, 5));
 }
 
 #[test]

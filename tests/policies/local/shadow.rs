@@ -10,7 +10,7 @@ use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::DryRun;
 use tower_redis_ratelimit::extract::{Global, HeaderKey};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::{Tier, Tiers, policies_fn};
 use tower_redis_ratelimit::{LocalStore, Policies, RateLimitLayer};
@@ -251,15 +251,20 @@ struct Recorder(Arc<Mutex<Vec<Line>>>);
 type Line = (String, String, bool, bool);
 
 impl Observer for Recorder {
-    fn decided(&self, event: &event::Decided<'_>) {
-        let (policy, key) = (
-            event.decision.policy().name().to_owned(),
-            event.key.reveal().to_owned(),
-        );
-        self.0
-            .lock()
-            .unwrap()
-            .push((policy, key, event.decision.is_allowed(), event.dry_run));
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Decided {
+            decision,
+            key,
+            dry_run,
+            ..
+        } = *event
+        {
+            let (policy, key) = (decision.policy().name().to_owned(), key.reveal().to_owned());
+            self.0
+                .lock()
+                .unwrap()
+                .push((policy, key, decision.is_allowed(), dry_run));
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use tower::ServiceExt;
 use tower_redis_ratelimit::Policies;
 use tower_redis_ratelimit::check::{DryRun, Mode, Source, Verdict};
 use tower_redis_ratelimit::extract::HeaderKey;
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::Rejection;
 use tower_redis_ratelimit::select::{Tier, Tiers};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, StoreError};
@@ -351,9 +351,11 @@ async fn settings_before_and_after_are_kept() {
 struct Failures(Arc<AtomicU32>);
 
 impl Observer for Failures {
-    fn failed(&self, event: &event::Failed<'_>) {
-        assert!(event.key.is_some());
-        self.0.fetch_add(1, Relaxed);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { key, .. } = *event {
+            assert!(key.is_some());
+            self.0.fetch_add(1, Relaxed);
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, RateLimited};
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::settle::ReserveError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
 use tower_redis_ratelimit::throttle::{Pause, retry_after};
@@ -108,18 +108,22 @@ async fn a_timed_throttle_reports_failures() {
     struct Log(std::sync::Arc<std::sync::Mutex<Vec<String>>>);
 
     impl Observer for Log {
-        fn decided(&self, decided: &event::Decided<'_>) {
-            self.0
-                .lock()
-                .unwrap()
-                .push(decided.decision.outcome().as_str().to_owned());
-        }
-
-        fn failed(&self, failed: &event::Failed<'_>) {
-            self.0
-                .lock()
-                .unwrap()
-                .push(failed.error.kind().as_str().to_owned());
+        fn notify(&self, event: &Event<'_>) {
+            match *event {
+                Event::Decided { decision, .. } => {
+                    self.0
+                        .lock()
+                        .unwrap()
+                        .push(decision.outcome().as_str().to_owned());
+                }
+                Event::Failed { error, .. } => {
+                    self.0
+                        .lock()
+                        .unwrap()
+                        .push(error.kind().as_str().to_owned());
+                }
+                _ => {}
+            }
         }
     }
 

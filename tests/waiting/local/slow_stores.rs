@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, RateLimited};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::{Live, PolicySelector};
 use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
@@ -1014,8 +1014,10 @@ async fn unused_permits_spare_the_next_window() {
 struct Failures(Arc<AtomicUsize>);
 
 impl Observer for Failures {
-    fn failed(&self, _: &event::Failed<'_>) {
-        self.0.fetch_add(1, SeqCst);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { .. } = *event {
+            self.0.fetch_add(1, SeqCst);
+        }
     }
 }
 

@@ -20,7 +20,7 @@ use tower::retry::{Policy as RetryPolicy, Retry};
 use tower::timeout::Timeout;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Mode};
-use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 use tower_test::mock;
@@ -514,19 +514,25 @@ async fn an_undecided_permit_is_requested_again() {
     struct Log(Arc<Mutex<Vec<String>>>);
 
     impl Observer for Log {
-        fn decided(&self, decided: &event::Decided<'_>) {
-            let waited = decided.elapsed.as_millis();
-            self.0.lock().unwrap().push(format!(
-                "{} after {waited} ms",
-                decided.decision.outcome().as_str()
-            ));
-        }
-
-        fn failed(&self, failed: &event::Failed<'_>) {
-            self.0
-                .lock()
-                .unwrap()
-                .push(failed.error.kind().as_str().to_owned());
+        fn notify(&self, event: &Event<'_>) {
+            match *event {
+                Event::Decided {
+                    elapsed, decision, ..
+                } => {
+                    let waited = elapsed.as_millis();
+                    self.0
+                        .lock()
+                        .unwrap()
+                        .push(format!("{} after {waited} ms", decision.outcome().as_str()));
+                }
+                Event::Failed { error, .. } => {
+                    self.0
+                        .lock()
+                        .unwrap()
+                        .push(error.kind().as_str().to_owned());
+                }
+                _ => {}
+            }
         }
     }
 
@@ -566,8 +572,10 @@ async fn a_panicking_observer_fails_one_call() {
     struct Panics(AtomicU32);
 
     impl Observer for Panics {
-        fn decided(&self, _: &event::Decided<'_>) {
-            assert!(self.0.fetch_add(1, SeqCst) > 0, "the first one");
+        fn notify(&self, event: &Event<'_>) {
+            if let Event::Decided { .. } = *event {
+                assert!(self.0.fetch_add(1, SeqCst) > 0, "the first one");
+            }
         }
     }
 

@@ -77,7 +77,7 @@ impl ClientIpBuilder {
     /// The client is then this entry from the right: `hops(1)` takes the last one, which the peer wrote. A header of
     /// fewer entries yields its first one. If that entry has no address, the next address to the right counts,
     /// or else the peer. A peer without a recorded address then counts as one on a unix socket, which is reported once
-    /// as [misconfigured](crate::observe::Observer::misconfigured): over TCP, all requests without an entry would share
+    /// as [misconfigured](crate::observe::Event::Misconfigured): over TCP, all requests without an entry would share
     /// that count.
     ///
     /// Use it for proxies whose addresses change. Every request must pass through all of them: a

@@ -51,7 +51,7 @@ use crate::observe::mistakes::PROXY_HEADER;
 /// the address of the connection. While the current hop is trusted, the walk continues with the
 /// entry that this hop has written: the next one from the right, over all lines of the header, from
 /// the last line to the first. The first untrusted hop is the client. Entries to the left of the
-/// client's are not read, except to [suspect](crate::observe::Observer::suspected) another proxy.
+/// client's are not read, except to [suspect](crate::observe::Event::Suspected) another proxy.
 ///
 /// The walk ends earlier, at **the nearest trusted hop** with an address, if it reaches
 /// - the end of the header: a trusted proxy is itself the client, for example for its health
@@ -85,7 +85,7 @@ use crate::observe::mistakes::PROXY_HEADER;
 /// request's extensions takes precedence here too: then the header is ignored. Headers are also
 /// ignored unless the peer is trusted, as are all headers except the chosen one. If an untrusted peer with a private
 /// address sends the chosen header, the first such request is reported as
-/// [misconfigured](crate::observe::Observer::misconfigured).
+/// [misconfigured](crate::observe::Event::Misconfigured).
 ///
 /// Peers on unix sockets have no address. They are counted together, unless the header has an address.
 ///

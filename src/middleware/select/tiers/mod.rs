@@ -26,10 +26,10 @@ use crate::util::{Copies, OnceFlag, own_list};
 /// plan, or with an unlisted one, is under the policies passed to `new`. Single callers may have
 /// [overrides](Self::caller).
 ///
-/// The first unlisted plan is reported as [misconfigured](crate::observe::Observer::misconfigured), unless it is the
+/// The first unlisted plan is reported as [misconfigured](crate::observe::Event::Misconfigured), unless it is the
 /// default plan: a policy passed to `new` has its name. If a listed plan has a policy of the same name as one passed to
 /// `new`, one unlisted plan may be the default plan, so the first one is only
-/// [suspected](crate::observe::Observer::suspected). So it is if none of the first 1,000 requests names a plan, which is
+/// [suspected](crate::observe::Event::Suspected). So it is if none of the first 1,000 requests names a plan, which is
 /// reported as misconfigured after ten minutes without any.
 ///
 /// ```
@@ -189,7 +189,7 @@ impl Tiers {
     /// such as [`HeaderKey::key_of`](crate::extract::HeaderKey::key_of); for a tuple of extractors,
     /// use [`Key::tuple`] of the parts. A key of a form that a built-in extractor never makes, such as an
     /// address if the extractor is a [`HeaderKey`](crate::extract::HeaderKey), is
-    /// [reported](crate::observe::Observer::misconfigured) at the first request. The cost of a lookup does
+    /// [reported](crate::observe::Event::Misconfigured) at the first request. The cost of a lookup does
     /// not depend on the number of callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
@@ -225,7 +225,7 @@ impl Tiers {
     ///
     /// A network contains whole keys only: an IPv6 key is a /64 by default, so a longer IPv6 network
     /// applies to nothing, which the first request from such a key
-    /// [reports](crate::observe::Observer::misconfigured). The cost of a lookup depends on the number
+    /// [reports](crate::observe::Event::Misconfigured). The cost of a lookup depends on the number
     /// of different prefix lengths, not of networks.
     ///
     /// ```

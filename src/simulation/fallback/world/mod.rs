@@ -17,7 +17,7 @@ use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Extra, Key, Mode, Outcome, Source};
-use crate::observe::{Observer, event};
+use crate::observe::{Event, Observer};
 use crate::simulation::network::Shared;
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::{LocalStore, Store};

@@ -1,6 +1,7 @@
 //! A runtime that is late, since its handlers keep its threads: its clock jumps.
 
 use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use tokio::task::yield_now;
 
@@ -13,27 +14,34 @@ const HANDLER: Duration = Duration::from_millis(300);
 
 /// Records the late notices, and how many failures the store has reported.
 #[derive(Clone, Default)]
-struct Notices(Arc<Mutex<(Vec<event::RuntimeLate>, usize)>>);
+struct Notices {
+    late: Arc<Mutex<Vec<(Duration, bool)>>>,
+    failures: Arc<AtomicUsize>,
+}
 
 impl Observer for Notices {
-    fn runtime_late(&self, event: &event::RuntimeLate) {
-        lock(&self.0).0.push(*event);
-    }
-
-    fn failed(&self, _: &event::Failed<'_>) {
-        lock(&self.0).1 += 1;
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::RuntimeLate { by, gave_up } => {
+                lock(&self.late).push((by, gave_up));
+            }
+            Event::Failed { .. } => {
+                self.failures.fetch_add(1, Relaxed);
+            }
+            _ => {}
+        }
     }
 }
 
 impl Notices {
     fn failures(&self) -> usize {
-        lock(&self.0).1
+        self.failures.load(Relaxed)
     }
 
     /// Returns the time of the only late notice, and whether the check gave up.
     fn only(&self) -> (Duration, bool) {
-        match lock(&self.0).0[..] {
-            [event::RuntimeLate { by, gave_up }] => (by, gave_up),
+        match lock(&self.late)[..] {
+            [notice] => notice,
             ref notices => panic!("{notices:?}"),
         }
     }
@@ -162,5 +170,5 @@ async fn a_deadline_of_zero_is_no_late_notice() {
         3
     );
     assert!(store.is_degraded() && since.elapsed() < Duration::from_millis(10));
-    assert_eq!(lock(&notices.0).0.len(), 0);
+    assert_eq!(lock(&notices.late).len(), 0);
 }

@@ -12,11 +12,13 @@ use crate::util::instant;
 struct Unflushed(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Unflushed {
-    fn failed(&self, event: &event::Failed<'_>) {
-        let source = event.error.source().map(ToString::to_string);
-        let text = source.unwrap_or_default();
-        if text.contains("would lose") {
-            lock(&self.0).push(text);
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. } = *event {
+            let source = error.source().map(ToString::to_string);
+            let text = source.unwrap_or_default();
+            if text.contains("would lose") {
+                lock(&self.0).push(text);
+            }
         }
     }
 }

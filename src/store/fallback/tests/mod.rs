@@ -31,7 +31,7 @@ use tokio::time::{advance, sleep};
 use super::{Fallback, FallbackBuilder, FallbackSettings, Share};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
-use crate::observe::{Observer, event};
+use crate::observe::{Event, Observer};
 use crate::simulation::in_redis;
 use crate::store::{Answer, Backend, Hooks, LocalStore, Store, probe};
 use crate::util::lock;
@@ -158,8 +158,10 @@ impl Hooks for Primary {
 struct Reconciled(Arc<Mutex<Vec<(u64, u64)>>>);
 
 impl Observer for Reconciled {
-    fn reconciled(&self, event: &event::Reconciled) {
-        lock(&self.0).push((event.charged, event.dropped));
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Reconciled { charged, dropped } = *event {
+            lock(&self.0).push((charged, dropped));
+        }
     }
 }
 

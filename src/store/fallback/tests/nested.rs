@@ -11,8 +11,10 @@ type Inner = Fallback<Primary, Primary>;
 struct Texts(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Texts {
-    fn failed(&self, event: &event::Failed<'_>) {
-        lock(&self.0).push(event.error.to_string());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Failed { error, .. } = *event {
+            lock(&self.0).push(error.to_string());
+        }
     }
 }
 

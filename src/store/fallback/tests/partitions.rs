@@ -35,12 +35,16 @@ impl Hooks for Parted {
 struct OutageCounter(Arc<(AtomicUsize, AtomicUsize)>);
 
 impl Observer for OutageCounter {
-    fn degraded(&self, _: &event::Degraded<'_>) {
-        self.0.0.fetch_add(1, SeqCst);
-    }
-
-    fn recovered(&self, _: &event::Recovered) {
-        self.0.1.fetch_add(1, SeqCst);
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Degraded { .. } => {
+                self.0.0.fetch_add(1, SeqCst);
+            }
+            Event::Recovered { .. } => {
+                self.0.1.fetch_add(1, SeqCst);
+            }
+            _ => {}
+        }
     }
 }
 

@@ -28,20 +28,16 @@ impl Panics {
 }
 
 impl Observer for Panics {
-    fn failed(&self, _: &event::Failed<'_>) {
-        self.notified();
-    }
-
-    fn degraded(&self, _: &event::Degraded<'_>) {
-        self.notified();
-    }
-
-    fn recovered(&self, _: &event::Recovered) {
-        self.notified();
-    }
-
-    fn reconciled(&self, _: &event::Reconciled) {
-        self.notified();
+    fn notify(&self, event: &Event<'_>) {
+        match *event {
+            Event::Failed { .. } | Event::Degraded { .. } => {
+                self.notified();
+            }
+            Event::Recovered { .. } | Event::Reconciled { .. } => {
+                self.notified();
+            }
+            _ => {}
+        }
     }
 }
 
@@ -398,8 +394,10 @@ async fn a_reply_hides_no_grants_under_another_list() {
 struct Problems(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Problems {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        lock(&self.0).push(event.problem.to_owned());
+    fn notify(&self, event: &Event<'_>) {
+        if let Event::Misconfigured { problem } = *event {
+            lock(&self.0).push(problem.to_owned());
+        }
     }
 }
 

@@ -30,7 +30,7 @@ use crate::blocks::Blocks;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, JointCheck, JointDecision, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Event, Observer, or_log};
 use crate::store::config::RedisSettings;
 use crate::store::health::LastOutcome;
 use crate::store::joint::{JointReply, remembered_denial, together};
@@ -745,12 +745,18 @@ impl SharedStore {
         if let Some(cause) = std::error::Error::source(error) {
             problem = format!("{cause}; {problem}");
         }
-        contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
+        contain(|| or_log(self.observer.get()).notify(&Event::Misconfigured { problem: &problem }));
     }
 
     /// Reports a failure that no check returned.
     pub(crate) fn failed(&self, error: &StoreError) {
-        contain(|| or_log(self.observer.get()).failed(&event::Failed::new(None, error)));
+        contain(|| {
+            or_log(self.observer.get()).notify(&Event::Failed {
+                key: None,
+                error,
+                unanswered: false,
+            })
+        });
     }
 }
 
@@ -866,14 +872,16 @@ pub(super) fn runtime_is_ending() -> bool {
 #[cfg(test)]
 mod tests {
     use crate::error::{ErrorKind, StoreError};
-    use crate::observe::{Observer, event};
+    use crate::observe::{Event, Observer};
     use crate::store::RedisStore;
 
     struct Panics;
 
     impl Observer for Panics {
-        fn failed(&self, _: &event::Failed<'_>) {
-            panic!("the observer's own mistake");
+        fn notify(&self, event: &Event<'_>) {
+            if let Event::Failed { .. } = *event {
+                panic!("the observer's own mistake");
+            }
         }
     }
 

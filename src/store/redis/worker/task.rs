@@ -18,7 +18,7 @@ use super::queues::{Job, NodeTarget, no_runtime};
 use super::store::{SharedStore, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Key;
-use crate::observe::event;
+use crate::observe::Event;
 use crate::store::redis::link::{Replies, error_of};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
@@ -186,7 +186,12 @@ impl Worker {
         if let Some(observer) = inner.observer.get()
             && !batch.jobs.is_empty()
         {
-            contain(|| observer.sent(&event::Sent::new(batch.jobs.len(), left)));
+            contain(|| {
+                observer.notify(&Event::Sent {
+                    checks: batch.jobs.len(),
+                    waiting: left,
+                })
+            });
         }
         now
     }
