@@ -75,7 +75,7 @@ mod waiters;
 #[doc(inline)]
 pub use error::ConfigError;
 pub use gate::wait;
-pub use leases::{Leased, LeasedBuilder, LeasedFuture};
+pub use leases::{Leased, LeasedBuilder};
 #[doc(inline)]
 pub use limit::{Key, Policies, Policy, Quota, Strategy};
 pub use limiter::Limiter;

@@ -35,10 +35,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use self::future::LeasedFuture;
-
 pub(crate) use self::leasable::is_leasable;
 
+use self::future::LeasedFuture;
 use self::inner::SharedLeases;
 use crate::blocks::Blocks;
 use crate::limit::{Check, Decision, JointCheck, Key};

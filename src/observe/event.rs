@@ -35,7 +35,7 @@ pub enum Event<'a> {
         key: Option<&'a Key>,
         /// The error.
         error: &'a StoreError,
-        /// Whether no store decided the check of a request, so that a layer rejects the request or lets it pass uncounted.
+        /// Whether a request has no decision of any store, so that a layer rejects it or admits it uncounted.
         /// `false` if a [`Fallback`](crate::Fallback) decides, in a dry run, and for a settlement.
         unanswered: bool,
     },
@@ -93,8 +93,8 @@ pub enum Event<'a> {
         /// replies, but the fallback's grants are not all charged to it.
         error: Option<&'a StoreError>,
     },
-    /// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units. Those of failures just before
-    /// the outage are included.
+    /// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units, with
+    /// those of failures just before the outage.
     #[non_exhaustive]
     Recovered {
         /// The duration of the outage.

@@ -9,9 +9,8 @@ use pin_project_lite::pin_project;
 use super::config::{set_address_map, set_tls};
 use super::redis::wrong_url;
 use super::{
-    Answer, Backend, BoxStore, BoxStoreFuture, Fallback, FallbackFuture, Health, Instances,
-    JointFuture, LocalStore, RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share,
-    ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
+    Answer, Backend, BoxStore, Fallback, Health, Instances, JointFuture, LocalStore, RedisStore,
+    RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Decision, JointCheck};
@@ -318,11 +317,11 @@ pin_project! {
     enum State {
         Fallback {
             #[pin]
-            future: FallbackFuture<RedisStore, LocalStore>,
+            future: <Fallback<RedisStore, LocalStore> as Store>::Future,
         },
         Redis {
             #[pin]
-            future: RedisFuture,
+            future: <RedisStore as Store>::Future,
         },
         Local {
             #[pin]
@@ -330,7 +329,7 @@ pin_project! {
         },
         Own {
             #[pin]
-            future: BoxStoreFuture,
+            future: <BoxStore as Store>::Future,
         },
     }
 }

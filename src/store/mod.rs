@@ -30,14 +30,14 @@ use std::task::{Context, Poll};
 use pin_project_lite::pin_project;
 
 pub use self::redis::{
-    Credentials, RedisFuture, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
+    Credentials, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
 };
 pub use crate::error::{ErrorKind, StoreError};
-pub use any::{AnyStore, AnyStoreFuture};
+pub use any::AnyStore;
 pub use backend::Backend;
-pub use boxed::{BoxStore, BoxStoreFuture};
+pub use boxed::BoxStore;
 pub use config::{ShareConfig, StoreConfig, StoreKind};
-pub use fallback::{Fallback, FallbackBuilder, FallbackFuture, Share};
+pub use fallback::{Fallback, FallbackBuilder, Share};
 pub use health::Health;
 pub use instances::Instances;
 pub use joint::JointFuture;
@@ -111,7 +111,8 @@ use crate::observe::Observer;
     note = "a store that is chosen at run time: `BoxStore::new(store)`, instead of an `Arc<dyn Store>`"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
-    /// The future of a reply that is not ready immediately.
+    /// The future of a reply that is not ready immediately. That of a store has no other name than
+    /// `<RedisStore as Store>::Future`.
     type Future: Future<Output = Result<Decision, StoreError>> + Send + 'static;
 
     /// Decides one check.

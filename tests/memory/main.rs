@@ -27,7 +27,7 @@ use tokio::task::yield_now;
 use tokio::time::timeout;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor};
-use tower_redis_ratelimit::store::{Answer, ErrorKind, RedisFuture, Store};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, Store};
 use tower_redis_ratelimit::{Key, Leased, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, leased, policy};
@@ -222,7 +222,7 @@ fn a_full_queue_takes_8_megabytes() {
     });
 
     server.freeze();
-    let mut waiting: Vec<RedisFuture> = vec![];
+    let mut waiting: Vec<<RedisStore as Store>::Future> = vec![];
     let mut fill = || loop {
         match store.check(take(waiting.len())) {
             Answer::Pending { future } => waiting.push(future),
@@ -246,7 +246,7 @@ fn a_full_queue_takes_8_megabytes() {
             assert_eq!(fill(), MOST, "the queue refills by the batches taken");
         });
     });
-    let least = QUEUE.get() * (size_of::<RedisFuture>() + size_of::<Check>());
+    let least = QUEUE.get() * (size_of::<<RedisStore as Store>::Future>() + size_of::<Check>());
     assert!(
         queued.bytes_current >= least as i64,
         "less memory than the checks need: {queued:?}"

@@ -1,3 +1,4 @@
+use std::convert::Infallible;
 use std::fmt;
 use std::marker::PhantomData;
 use std::num::NonZeroUsize;
@@ -6,10 +7,11 @@ use std::time::Duration;
 
 use tower_layer::Layer;
 
+use super::Throttle;
 use super::service::ThrottleSettings;
-use super::{Bounded, Throttle, Unbounded};
 use crate::gate::{Notifier, PolicySelector, Selector};
 use crate::limit::Key;
+use crate::middleware::call_limit::BoxError;
 use crate::observe::{Observer, shared_observer};
 use crate::store::Store;
 use crate::wait_queues::{Bounds, WaitQueues};
@@ -75,10 +77,14 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// # Panics
 ///
 /// If `poll_ready` is called outside of a Tokio runtime.
-#[derive(Clone)]
-pub struct ThrottleLayer<W = Unbounded> {
+///
+/// # Naming the type
+///
+/// `E` is the error that the layer adds to those of the inner service: none, or a boxed one with a
+/// [`max_wait`](Self::max_wait), so `ThrottleLayer<BoxError>`.
+pub struct ThrottleLayer<E = Infallible> {
     settings: ThrottleSettings,
-    waits: PhantomData<W>,
+    error: PhantomData<fn() -> E>,
 }
 
 impl ThrottleLayer {
@@ -102,12 +108,12 @@ impl ThrottleLayer {
         };
         Self {
             settings,
-            waits: PhantomData,
+            error: PhantomData,
         }
     }
 }
 
-impl<W> ThrottleLayer<W> {
+impl<E> ThrottleLayer<E> {
     /// Sets how long a call may wait. Defaults to no limit.
     ///
     /// If the wait would be longer, `poll_ready` becomes ready as soon as that is certain, usually
@@ -144,11 +150,11 @@ impl<W> ThrottleLayer<W> {
     /// # }
     /// ```
     #[must_use]
-    pub fn max_wait(mut self, max: Duration) -> ThrottleLayer<Bounded> {
+    pub fn max_wait(mut self, max: Duration) -> ThrottleLayer<BoxError> {
         self.settings.max_wait = Some(max);
         ThrottleLayer {
             settings: self.settings,
-            waits: PhantomData,
+            error: PhantomData,
         }
     }
 
@@ -181,15 +187,24 @@ impl<W> ThrottleLayer<W> {
     }
 }
 
-impl<T, W> Layer<T> for ThrottleLayer<W> {
-    type Service = Throttle<T, W>;
+impl<T, E> Layer<T> for ThrottleLayer<E> {
+    type Service = Throttle<T, E>;
 
-    fn layer(&self, inner: T) -> Throttle<T, W> {
+    fn layer(&self, inner: T) -> Throttle<T, E> {
         Throttle::new(inner, Arc::new(self.settings.clone()))
     }
 }
 
-impl<W> fmt::Debug for ThrottleLayer<W> {
+impl<E> Clone for ThrottleLayer<E> {
+    fn clone(&self) -> Self {
+        Self {
+            settings: self.settings.clone(),
+            error: PhantomData,
+        }
+    }
+}
+
+impl<E> fmt::Debug for ThrottleLayer<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThrottleLayer")
             .field("policies", &self.settings.policies)

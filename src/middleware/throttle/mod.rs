@@ -10,14 +10,3 @@ pub use future::ThrottleFuture;
 pub use layer::ThrottleLayer;
 pub use pause::{Pause, retry_after};
 pub use service::Throttle;
-
-/// The type of a [`ThrottleLayer`] whose calls wait without a limit, the default.
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Unbounded;
-
-/// The type of a [`ThrottleLayer`] whose calls fail instead of waiting longer than
-/// [`max_wait`](ThrottleLayer::max_wait).
-#[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub struct Bounded;

@@ -1,3 +1,4 @@
+use std::convert::Infallible;
 use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;
@@ -12,7 +13,6 @@ use tokio::time::{Instant, Sleep, sleep};
 use tower_service::Service;
 
 use super::future::ThrottleFuture;
-use super::{Bounded, Unbounded};
 use crate::gate::{Notifier, Selector, denial};
 use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
@@ -22,12 +22,12 @@ use crate::wait_queues::{Acquire, NoPermit, Permit, WaitQueues};
 
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes. It is ready when it has a
 /// permit or, with a [`max_wait`](crate::ThrottleLayer::max_wait), when no permit can arrive in
-/// time.
-pub struct Throttle<T, W = Unbounded> {
+/// time. `E` is that of the [layer](crate::ThrottleLayer#naming-the-type).
+pub struct Throttle<T, E = Infallible> {
     inner: T,
     settings: Arc<ThrottleSettings>,
     state: Readiness,
-    waits: PhantomData<W>,
+    error: PhantomData<fn() -> E>,
 }
 
 #[derive(Clone)]
@@ -161,13 +161,13 @@ fn runtime() -> Option<Id> {
     Handle::try_current().ok().map(|runtime| runtime.id())
 }
 
-impl<T, W> Throttle<T, W> {
+impl<T, E> Throttle<T, E> {
     pub(super) fn new(inner: T, settings: Arc<ThrottleSettings>) -> Self {
         Self {
             inner,
             settings,
             state: Readiness::Idle,
-            waits: PhantomData,
+            error: PhantomData,
         }
     }
 
@@ -269,7 +269,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
     }
 }
 
-impl<T, R> Service<R> for Throttle<T, Bounded>
+impl<T, R> Service<R> for Throttle<T, BoxError>
 where
     T: Service<R, Error: Into<BoxError>>,
 {
@@ -299,13 +299,13 @@ where
 }
 
 /// The clone has no permit.
-impl<T: Clone, W> Clone for Throttle<T, W> {
+impl<T: Clone, E> Clone for Throttle<T, E> {
     fn clone(&self) -> Self {
         Self::new(self.inner.clone(), Arc::clone(&self.settings))
     }
 }
 
-impl<T: fmt::Debug, W> fmt::Debug for Throttle<T, W> {
+impl<T: fmt::Debug, E> fmt::Debug for Throttle<T, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match self.state {
             Readiness::Idle => "idle",

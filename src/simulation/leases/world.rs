@@ -12,6 +12,7 @@ use fastrand::Rng;
 use tokio::runtime::Runtime;
 use tokio::time::Instant;
 
+use crate::Leased;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
 use crate::observe::{Event, Observer};
@@ -19,7 +20,6 @@ use crate::simulation::clocked::Clocked;
 use crate::simulation::network::{Counts, Fate, Network, Remote, Reply, Request, Shared, Waiting};
 use crate::store::{Answer, Share, Store};
 use crate::util::{Seed, instant};
-use crate::{Leased, LeasedFuture};
 
 /// The shared store, and the network of all instances to it. Its time is in microseconds.
 pub(crate) struct Redis {
@@ -165,6 +165,8 @@ impl Observer for Arc<BlockTotals> {
     }
 }
 
+type PendingCheck = <Leased<Shared<Redis>> as Store>::Future;
+
 /// A simulated process.
 pub(crate) struct Instance {
     pub(crate) store: Leased<Shared<Redis>>,
@@ -173,7 +175,7 @@ pub(crate) struct Instance {
     began: i64,
     /// Excess of its clock's speed, in units of 1/1024.
     speed: i64,
-    waiting: Vec<Pin<Box<LeasedFuture<Shared<Redis>>>>>,
+    waiting: Vec<Pin<Box<PendingCheck>>>,
     /// Time at which a stopped instance continues.
     pub(crate) stopped_until: i64,
 }

@@ -64,11 +64,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-pub use self::check::FallbackFuture;
-
 use self::accounts::Accounts;
 use self::breaker::Breaker;
-use self::check::Partition;
+use self::check::{FallbackFuture, Partition};
 use super::{
     Answer, Backend, BlocksSent, Health, Hooks, Instances, JointFuture, LocalStore, Observer,
     Store, StoreError, Unreconciled, Waiters, Withdraw, flush, joint::together, probe,

@@ -27,4 +27,4 @@ pub use scan::{Scan, StoredCount};
 pub(super) use servers::wrong_url;
 pub use servers::{Server, Servers};
 pub(super) use topology::{host_and_port, two_to_one};
-pub use worker::{RedisFuture, RedisStore};
+pub use worker::RedisStore;

@@ -24,8 +24,8 @@ use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey, Reason, R
 use tower_redis_ratelimit::select::{Live, PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::settle::{RequestCost, Reservation, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{
-    AnyStore, AnyStoreFuture, BoxStore, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder,
-    ShareConfig, StoreConfig, StoreError, StoreKind,
+    AnyStore, BoxStore, ErrorKind, RedisStoreBuilder, ShareConfig, Store, StoreConfig, StoreError,
+    StoreKind,
 };
 use tower_redis_ratelimit::{
     CallLimitLayer, ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota,
@@ -133,9 +133,9 @@ fn futures_can_be_spawned_and_shown() {
     spawnable::<SettledFuture<Hello, RedisStore, axum::body::Body, HttpReject>>();
     spawnable::<(Reservation, TrackedBody<axum::body::Body>)>();
     spawnable::<(
-        RedisFuture,
-        FallbackFuture<RedisStore, LocalStore>,
-        AnyStoreFuture,
+        <RedisStore as Store>::Future,
+        <Fallback<RedisStore, LocalStore> as Store>::Future,
+        <AnyStore as Store>::Future,
         RedisStoreBuilder,
     )>();
 }

@@ -6,7 +6,7 @@ use super::*;
 use crate::store::MockStore;
 use crate::util::{instant, lock};
 
-fn take(store: &Tested) -> Answer<super::super::FallbackFuture<Primary, LocalStore>> {
+fn take(store: &Tested) -> Answer<<Tested as Store>::Future> {
     store.check(Check::take(ann(), &policies(Strategy::Gcra, "100000/s"), 1))
 }
 

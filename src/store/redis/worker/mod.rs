@@ -22,7 +22,6 @@ mod task;
 #[cfg(test)]
 mod tests;
 
-pub use queues::RedisFuture;
 pub use store::RedisStore;
 
 pub(super) use store::SharedStore;
