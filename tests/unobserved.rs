@@ -17,6 +17,7 @@ use http::{Request, Response};
 use tokio::time::{advance, sleep};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{ClientIp, Global, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{
     AnyStore, ErrorKind, MockStore, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
 };
@@ -140,7 +141,7 @@ async fn limiters_and_throttles_log_too() {
 
     let store = MockStore::new();
     store.fail(StoreError::new(ErrorKind::OutOfMemory));
-    let layer = ThrottleLayer::new(store, Key::GLOBAL, policy()).allow_on_error();
+    let layer = ThrottleLayer::new(store, Key::GLOBAL, policy()).on_error(OnError::Allow);
     layer
         .layer(service_fn(async |()| Ok::<_, Infallible>(())))
         .ready()

@@ -64,11 +64,11 @@ pub(crate) enum Enforcement {
     DryRun,
 }
 
-/// Whether to reject a request that the store could not decide. As text: `reject` or `allow`.
+/// Whether to reject a request or a call that the store could not decide. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnError {
-    /// Reject the request: over HTTP with 503.
+    /// Reject the request: over HTTP with 503. A [throttle](crate::ThrottleLayer::on_error) retries first.
     #[default]
     Reject,
     /// Admit the request, uncounted.
@@ -77,7 +77,7 @@ pub enum OnError {
 
 impl OnError {
     /// Returns `true` if a request passes that no store could decide.
-    pub(super) const fn passes_undecided(self) -> bool {
+    pub(crate) const fn passes_undecided(self) -> bool {
         match self {
             Self::Reject => false,
             Self::Allow => true,

@@ -9,7 +9,7 @@ use tower_layer::Layer;
 
 use super::Throttle;
 use super::service::ThrottleSettings;
-use crate::gate::{Notifier, PolicySelector, Selector};
+use crate::gate::{Notifier, OnError, PolicySelector, Selector};
 use crate::limit::Key;
 use crate::middleware::call_limit::BoxError;
 use crate::observe::{Observer, shared_observer};
@@ -69,7 +69,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// # Errors
 ///
 /// The layer adds no errors of its own. If the store cannot decide, the call waits and the check is
-/// retried; see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait), such
+/// retried; see [`on_error`](Self::on_error). With a [`max_wait`](Self::max_wait), such
 /// calls fail. A failed check affects one service; after three consecutive failures all waiters
 /// without a reserved turn pause for 250 to 300 ms. With a [`Fallback`](crate::Fallback) as the
 /// store, calls continue under this instance's share.
@@ -103,7 +103,7 @@ impl ThrottleLayer {
             key,
             policies,
             max_wait: None,
-            allow_on_error: false,
+            on_error: OnError::default(),
             notifier,
         };
         Self {
@@ -166,11 +166,11 @@ impl<E> ThrottleLayer<E> {
         self
     }
 
-    /// Lets a call proceed without a permit if the store cannot decide. Defaults to waiting and
-    /// retrying.
+    /// Sets what happens to a call if the store cannot decide. Defaults to [`OnError::Reject`]: it waits, and the check is
+    /// retried, or it fails if a [`max_wait`](Self::max_wait) is set. With [`OnError::Allow`] it proceeds without a permit.
     #[must_use]
-    pub fn allow_on_error(mut self) -> Self {
-        self.settings.allow_on_error = true;
+    pub fn on_error(mut self, on_error: OnError) -> Self {
+        self.settings.on_error = on_error;
         self
     }
 

@@ -13,7 +13,7 @@ use tokio::time::{Instant, Sleep, sleep};
 use tower_service::Service;
 
 use super::future::ThrottleFuture;
-use crate::gate::{Notifier, Selector, denial};
+use crate::gate::{Notifier, OnError, Selector, denial};
 use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
@@ -37,8 +37,7 @@ pub(super) struct ThrottleSettings {
     pub(super) policies: Selector<()>,
     /// Maximum wait of a call. `None` means no limit.
     pub(super) max_wait: Option<Duration>,
-    /// Whether a call proceeds without a permit if the store cannot decide.
-    pub(super) allow_on_error: bool,
+    pub(super) on_error: OnError,
     pub(super) notifier: Notifier,
 }
 
@@ -49,7 +48,7 @@ enum Readiness {
     /// The store could not decide, or the queue is full: sleeps until the next attempt, on this
     /// runtime.
     Pausing(Pin<Box<Sleep>>, Option<Id>),
-    /// `None` if calls are unlimited, or if the store could not decide and `allow_on_error` is set.
+    /// `None` if calls are unlimited, or if the store could not decide, by [`OnError::Allow`].
     Ready(Option<Permit>),
     /// With a maximum wait: the error of the next call, until this time. After that, the call is charged
     /// without a permit. `None` if waiting never helps.
@@ -123,7 +122,7 @@ impl ThrottleSettings {
                 let until = denied.retry_after().and_then(later);
                 Readiness::Refused(RateLimited::new(denied).into(), until)
             }
-            Err(_) if self.allow_on_error => Readiness::Ready(None),
+            Err(_) if self.on_error.passes_undecided() => Readiness::Ready(None),
             Err(error) if is_timed => Readiness::Refused(error.into(), later(PAUSE)),
             Err(_) => Readiness::pausing(),
         }

@@ -14,6 +14,7 @@ use tower_redis_ratelimit::check::{Check, RateLimited};
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
 use tower_redis_ratelimit::observe::{Event, Observer};
+use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::settle::ReserveError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
 use tower_redis_ratelimit::throttle::{Pause, retry_after};
@@ -145,7 +146,7 @@ async fn a_timed_throttle_reports_failures() {
     assert_eq!(*log.0.lock().unwrap(), ["unreachable", "denied"]);
     store.fail(StoreError::new(ErrorKind::Unreachable));
     layer
-        .allow_on_error()
+        .on_error(OnError::Allow)
         .layer(service_fn(ok))
         .oneshot("")
         .await

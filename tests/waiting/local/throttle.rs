@@ -21,6 +21,7 @@ use tower::timeout::Timeout;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Mode};
 use tower_redis_ratelimit::observe::{Event, Observer};
+use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 use tower_test::mock;
@@ -562,7 +563,7 @@ async fn an_undecided_permit_is_requested_again() {
     );
 
     store.fail(StoreError::new(ErrorKind::Unreachable));
-    let mut lenient = layer.allow_on_error().layer(service_fn(ok));
+    let mut lenient = layer.on_error(OnError::Allow).layer(service_fn(ok));
     lenient.ready().await.unwrap().call("").await.unwrap();
 }
 
