@@ -12,7 +12,6 @@
 
 use std::env;
 use std::fmt::Write as _;
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use benches::page;
@@ -22,7 +21,7 @@ use svg::{WIDTH, legend, strong, svg, text};
 use tokio::runtime;
 use tokio::time::{MissedTickBehavior, interval};
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
@@ -79,7 +78,6 @@ fn main() {
 
 async fn measure(name: &'static str, policies: Policies) -> Run {
     let server = RedisServer::start();
-    let share = Share::Fixed(NonZeroU32::new(PARTS.len() as u32).unwrap());
     let stores = join_all(PARTS.map(async |_| {
         let redis = RedisStore::builder(server.url())
             .timeout(PATIENCE)
@@ -92,7 +90,7 @@ async fn measure(name: &'static str, policies: Policies) -> Run {
                 .unwrap()
                 .build(),
         )
-        .share(share.clone())
+        .share(PARTS.len() as u32)
         .build()
     }))
     .await;

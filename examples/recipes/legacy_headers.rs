@@ -3,13 +3,13 @@
 use axum::{Router, body::Body, http::Request, routing::get};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::{ConfigError, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 
 fn app() -> Result<Router, ConfigError> {
     let policy = Policy::new("api", Strategy::Gcra, Quota::per_minute(3))?;
     let limits = RateLimitLayer::new(LocalStore::default(), Global, policy)
-        .headers(Headers::DRAFT_11.and(LegacyHeaders::XSeconds));
+        .headers(Headers::DRAFT_11.and(Headers::X_SECONDS));
     Ok(Router::new().route("/", get(|| async {})).layer(limits))
 }
 

@@ -19,13 +19,13 @@ use crate::limit::{Check, Key, Mode, Policies};
 use crate::observe::misses::Misses;
 use crate::observe::mistakes::NOT_LEASED;
 use crate::observe::{Event, Observer, or_log};
-use crate::store::{Answer, Share, Store, op_queue};
+use crate::store::{Answer, Instances, Store, op_queue};
 use crate::util::{Digest, OnceFlag, Shards, contain, instant, lock};
 
 /// The state that the clones of a [`Leased`](super::Leased) share.
 pub(super) struct SharedLeases<S: Store> {
     pub(super) store: S,
-    pub(super) share: Share,
+    pub(super) share: Instances,
     pub(super) max_callers: NonZeroUsize,
     /// The time that the store allows for a check. No check waits longer for blocks.
     pub(super) deadline: Duration,
@@ -65,7 +65,7 @@ fn unleased() -> String {
 }
 
 impl<S: Store> SharedLeases<S> {
-    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
+    pub(super) fn new(store: S, share: Instances, max_callers: NonZeroUsize) -> Arc<Self> {
         let deadline = store.backend().deadline().unwrap_or(MAX_REPLY_TIME);
         Arc::new(Self {
             store,
@@ -158,7 +158,7 @@ impl<S: Store> SharedLeases<S> {
             return self.send(check);
         }
         let key = *check.key();
-        let instances = self.share.instances().get();
+        let instances = self.share.alive().get();
         let mut ended = vec![];
         let mut callers = lock(shard);
         if is_busy && callers.len() < self.max_callers_per_shard() {

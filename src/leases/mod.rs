@@ -43,7 +43,7 @@ use crate::blocks::Blocks;
 use crate::limit::{Check, Decision, JointCheck, Key};
 use crate::observe::{Observer, shared_observer};
 use crate::store::{
-    Answer, Backend, BlocksSent, Health, Hooks, JointFuture, Share, Store, StoreError,
+    Answer, Backend, BlocksSent, Health, Hooks, Instances, JointFuture, Store, StoreError,
     Unreconciled, Waiters, Withdraw, flush,
 };
 
@@ -113,7 +113,7 @@ pub struct Leased<S: Store> {
 #[must_use = "call `build` to create the store"]
 pub struct LeasedBuilder<S> {
     store: S,
-    share: Share,
+    share: Instances,
     max_callers: NonZeroUsize,
     observer: Option<Arc<dyn Observer>>,
 }
@@ -121,7 +121,7 @@ pub struct LeasedBuilder<S> {
 impl<S: Store> LeasedBuilder<S> {
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
-    pub fn share(mut self, share: impl Into<Share>) -> Self {
+    pub fn share(mut self, share: impl Into<Instances>) -> Self {
         self.share = share.into();
         self
     }
@@ -167,7 +167,7 @@ impl<S: Store> Leased<S> {
     pub fn builder(store: S) -> LeasedBuilder<S> {
         LeasedBuilder {
             store,
-            share: Share::Fixed(NonZeroU32::MIN),
+            share: Instances::from(NonZeroU32::MIN),
             max_callers: Self::DEFAULT_CALLERS,
             observer: None,
         }

@@ -284,7 +284,7 @@ macro_rules! layer {
             ///   of that name share the blocks of a store. If clients choose the key, such as a login's user name, anyone can get
             ///   anyone blocked: use [`block_after_by`](Self::block_after_by).
             /// - **In an outage** the known blocks hold. New ones hold in their own instance, and are sent afterwards. Under a
-            ///   [share](crate::store::Share) of the strikes, an instance blocks after its share of them.
+            ///   [share](crate::store::Instances) of the strikes, an instance blocks after its share of them.
             /// - **Memory.** At most 65,536 callers are blocked; beyond that, the block that ends first is dropped. A
             ///   [`RedisStore`](crate::RedisStore) keeps all blocks of its prefix in memory, and reads the changes twice a
             ///   second, in a task on the runtime that first needed it. A custom store has blocks per layer.

@@ -77,7 +77,7 @@ pub enum Event<'a> {
         /// The number of instances that [share](crate::store::FallbackBuilder::share) each limit. With 1, each instance
         /// grants the whole limit.
         share: NonZeroU32,
-        /// Whether `share` counts [live instances](crate::store::Share::Alive), instead of being a constant.
+        /// Whether `share` counts [live instances](crate::store::Instances), instead of being a constant.
         is_counted: bool,
     },
     /// The fallback still decides: once a minute of an outage, from the second minute on.

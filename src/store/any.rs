@@ -10,7 +10,7 @@ use super::config::{set_address_map, set_tls};
 use super::redis::wrong_url;
 use super::{
     Answer, Backend, BoxStore, Fallback, Health, Instances, JointFuture, LocalStore, RedisStore,
-    RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
+    RedisStoreBuilder, Servers, ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Decision, JointCheck};
@@ -192,8 +192,8 @@ pub(super) fn fallback(
 ) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
     let builder = Fallback::builder(redis.clone(), local(config)).deadline(config.deadline)?;
     let share = match config.share {
-        ShareConfig::Fixed(instances) => Share::Fixed(instances),
-        ShareConfig::Alive => Share::Alive(redis.announce()?),
+        ShareConfig::Fixed(instances) => Instances::from(instances),
+        ShareConfig::Alive => redis.announce()?,
     };
     Ok(builder.failures(config.failures).share(share).build())
 }

@@ -29,15 +29,13 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-pub use self::redis::{
-    Credentials, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
-};
+pub use self::redis::{Credentials, RedisStore, RedisStoreBuilder, Scan, Servers, StoredCount};
 pub use crate::error::{ErrorKind, StoreError};
 pub use any::AnyStore;
 pub use backend::Backend;
 pub use boxed::BoxStore;
 pub use config::{ShareConfig, StoreConfig, StoreKind};
-pub use fallback::{Fallback, FallbackBuilder, Share};
+pub use fallback::{Fallback, FallbackBuilder};
 pub use health::Health;
 pub use instances::Instances;
 pub use joint::JointFuture;

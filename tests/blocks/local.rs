@@ -12,7 +12,7 @@ use tokio::time::{advance, sleep, timeout};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, RateLimited, Source};
 use tower_redis_ratelimit::extract::{HeaderKey, key_fn};
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::reject::{HttpReject, OnMissingKey};
 use tower_redis_ratelimit::select::{Routes, Tiers};
 use tower_redis_ratelimit::store::{BoxStore, MockStore, Store};
@@ -502,7 +502,7 @@ async fn blocked_policies_deny_everything() {
     let layer = || {
         with_blocked(&store)
             .cost(|_: &Parts| 0)
-            .headers(Headers::DRAFT_11.and(LegacyHeaders::GitHub))
+            .headers(Headers::DRAFT_11.and(Headers::GITHUB))
     };
     let waiting = layer().wait(Wait::up_to(MINUTE));
     let blocking = layer().block_after("1/min", MINUTE).unwrap();

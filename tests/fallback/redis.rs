@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::store::{
-    AnyStore, ErrorKind, FallbackBuilder, Share, ShareConfig, Store, StoreConfig, StoreError,
+    AnyStore, ErrorKind, FallbackBuilder, Instances, ShareConfig, Store, StoreConfig, StoreError,
     StoreKind,
 };
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
@@ -269,7 +269,7 @@ async fn instances_share_and_reconcile_the_rest() {
             let store = fallback(server.url(), &notes)
                 .deadline(Duration::from_secs(2))
                 .unwrap()
-                .share(Share::Fixed(NonZeroU32::new(4).unwrap()));
+                .share(4);
             store.failures(NonZeroU32::MIN).build()
         };
         let instances = [instance(), instance(), instance(), instance()];
@@ -365,7 +365,7 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
     );
 }
 
-/// With `Share::Alive`, the shares follow the number of instances.
+/// With announced instances, the shares follow the number of instances.
 #[tokio::test]
 async fn live_instances_are_counted() {
     let mut server = RedisServer::start();
@@ -384,7 +384,7 @@ async fn live_instances_are_counted() {
     .await;
 
     let store = Fallback::builder(stores[0].clone(), LocalStore::default())
-        .share(Share::Alive(announced[0].clone()))
+        .share(announced[0].clone())
         .build();
     server.kill();
     let policies = policy(
@@ -471,9 +471,9 @@ async fn an_outage_reports_whether_instances_are_counted() {
     let redis = RedisStore::connect_lazy(url).unwrap();
     let instances = || redis.announce().unwrap();
     for (share, expected) in [
-        (Share::from(1), (1, false)),
-        (Share::from(instances()), (1, true)),
-        (Share::from(instances().at_least(2)), (2, true)),
+        (Instances::from(1), (1, false)),
+        (instances(), (1, true)),
+        (instances().at_least(2), (2, true)),
     ] {
         let shares = Shares::default();
         let store = Fallback::builder(redis.clone(), LocalStore::default())

@@ -1,7 +1,6 @@
 //! A fleet whose Redis stalls for a while: the time until all counts are shared again, and the lost charges.
 
 use std::fmt;
-use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -10,7 +9,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, sleep_until, timeout};
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Event, Observer};
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy};
@@ -62,7 +61,6 @@ impl Observer for Notes {
 pub async fn run(count: u32, per_second: u32, stopped: Duration, deadline: Duration) -> Row {
     let server = RedisServer::start();
     let sums = Arc::new(Sums::default());
-    let share = Share::Fixed(NonZeroU32::new(count).unwrap());
     let instances: Vec<Instance> = (0..count)
         .map(|_| {
             let redis = RedisStore::builder(server.url())
@@ -72,7 +70,7 @@ pub async fn run(count: u32, per_second: u32, stopped: Duration, deadline: Durat
             Fallback::builder(redis, LocalStore::default())
                 .deadline(deadline)
                 .unwrap()
-                .share(share.clone())
+                .share(count)
                 .observer(Notes(Arc::clone(&sums)))
                 .build()
         })

@@ -1,14 +1,13 @@
 //! Two instances that shared limits during an outage; one of them has many other callers to charge.
 
 use std::fmt;
-use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, RedisStore, Strategy};
 
 use crate::proxy::{Mode, Proxy};
@@ -38,7 +37,7 @@ pub async fn run(away: Duration, others: usize) -> Row {
     let instance = || {
         let redis = RedisStore::connect_lazy(proxy.url()).unwrap();
         Fallback::builder(redis, LocalStore::default())
-            .share(Share::Fixed(NonZeroU32::new(2).unwrap()))
+            .share(2)
             .build()
     };
     let instances: [Instance; 2] = [instance(), instance()];

@@ -227,13 +227,11 @@ async fn denials_are_cached_until_requests_end() {
 /// share.
 #[tokio::test]
 async fn an_outage_grants_no_extra_quota() {
-    use std::num::NonZeroU32;
     use tower_redis_ratelimit::check::Source;
-    use tower_redis_ratelimit::store::Share;
     use tower_redis_ratelimit::{Fallback, LocalStore};
 
     let mut server = RedisServer::start();
-    let share = Share::Fixed(NonZeroU32::new(2).unwrap());
+    let share = 2;
     let limiter = limiter(
         Fallback::builder(server.store(), LocalStore::default())
             .share(share)

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::env;
 use std::io::{BufRead, BufReader};
-use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -13,7 +12,7 @@ use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 use tower_redis_ratelimit::check::{Check, Decision, Source};
 use tower_redis_ratelimit::observe::{Event, Observer};
-use tower_redis_ratelimit::store::{Answer, Share, Store};
+use tower_redis_ratelimit::store::{Answer, Store};
 use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
@@ -33,9 +32,7 @@ pub(crate) async fn instance(url: &str, of: u32) -> Instance {
         .deadline(Duration::from_secs(20))
         .unwrap()
         .build();
-    Leased::builder(store)
-        .share(Share::Fixed(NonZeroU32::new(of).unwrap()))
-        .build()
+    Leased::builder(store).share(of).build()
 }
 
 async fn take(store: &impl Store, key: Key, policies: &Policies) -> Decision {

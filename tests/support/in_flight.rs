@@ -9,7 +9,6 @@
 )]
 
 use std::env;
-use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -17,7 +16,7 @@ use fastrand::Rng;
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::Source;
 use tower_redis_ratelimit::settle::ReserveError;
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policy, RedisStore, redis};
 
 use crate::support::{RedisServer, until};
@@ -202,13 +201,12 @@ pub fn is_worker() -> bool {
 pub async fn work() {
     let store = env::var(STORE).unwrap();
     if env::var(FALLS_BACK).is_ok() {
-        let share = Share::Fixed(NonZeroU32::new(PROCESSES as u32).unwrap());
         let redis = RedisStore::connect_lazy(store.as_str()).unwrap();
         run(limiter(
             Fallback::builder(redis, LocalStore::default())
                 .deadline(DEADLINE)
                 .unwrap()
-                .share(share)
+                .share(PROCESSES as u32)
                 .build(),
         ))
         .await;

@@ -2,7 +2,7 @@
 //! of these requests.
 
 use std::collections::{HashMap, HashSet};
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -12,7 +12,7 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Event, Observer};
-use tower_redis_ratelimit::store::{ErrorKind, Share, Store};
+use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, RedisStore, Strategy, redis,
 };
@@ -187,7 +187,7 @@ impl Instance {
     ) -> Self {
         let notes = Notes::default();
         let connections = NonZeroUsize::new(connections).unwrap();
-        let share = Share::Fixed(NonZeroU32::new(instances as u32).unwrap());
+        let share = instances as u32;
         let redis = RedisStore::builder(url)
             .timeout(timeout)
             .connections(connections)
@@ -196,7 +196,7 @@ impl Instance {
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(DEADLINE)
             .unwrap()
-            .share(share.clone())
+            .share(share)
             .observer(notes.clone())
             .build();
         let leased = Leased::builder(store.clone())

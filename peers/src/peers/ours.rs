@@ -8,7 +8,7 @@ use benches::cases::{HEADER, by_address};
 use http::{Request, Response};
 use tower::{Layer, Service, service_fn};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::{Store};
 use tower_redis_ratelimit::{
     Fallback, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy,
 };
@@ -37,7 +37,7 @@ impl Peer for WithFallback {
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(setup.deadline)
             .unwrap()
-            .share(Share::Fixed(instances))
+            .share(instances)
             .build();
         Layered(service(store, header(), setup), by_header)
     }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::future::{Pending, pending};
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -19,7 +19,7 @@ use crate::limit::{
 use crate::observe::Observer;
 use crate::simulation::BlockTotals;
 use crate::store::op_queue;
-use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
+use crate::store::{Answer, Fallback, LocalStore, MockStore, Store};
 use crate::util::{Seed, instant};
 use crate::{Leased, Limiter};
 
@@ -393,7 +393,7 @@ async fn outages_spend_blocks_and_charge_none() {
         }
     });
     let store = Leased::builder(Fallback::new(redis.clone(), local.clone()))
-        .share(Share::Fixed(NonZeroU32::MIN))
+        .share(1)
         .build();
     for _ in 0..60 {
         let _ = take(&store, &policies).await;
@@ -430,9 +430,7 @@ async fn a_limiter_spends_blocks() {
 #[tokio::test(start_paused = true)]
 async fn blocks_leave_enough_for_other_instances() {
     let (local, policies) = (LocalStore::default(), log());
-    let store = Leased::builder(local.clone())
-        .share(Share::Fixed(NonZeroU32::new(4).unwrap()))
-        .build();
+    let store = Leased::builder(local.clone()).share(4).build();
     for (count, cost) in [(10, 900), (400, 1), (1, 1)] {
         for _ in 0..count {
             let before = left(&local, &policies).await;

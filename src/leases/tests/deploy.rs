@@ -12,7 +12,7 @@ use super::block::ann;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Policies, Policy, Quota, Source, Strategy};
 use crate::simulation::check_spent;
-use crate::store::{Answer, Fallback, LocalStore, Share, Store};
+use crate::store::{Answer, Fallback, LocalStore, Store};
 use crate::util::{instant, lock};
 use crate::{Leased, Limiter};
 
@@ -72,12 +72,11 @@ const VERSIONS: [Quotas; 2] = [
 fn instance(shared: &Shared, version: usize, strategy: Strategy) -> Instance {
     let policy = Policy::new("p", strategy, VERSIONS[version].quota);
     let policy = policy.and_then(|policy| policy.leased(LEASE)).unwrap();
-    let share = Share::Fixed(INSTANCES.try_into().unwrap());
     let fallback = Fallback::builder(shared.clone(), LocalStore::default())
-        .share(share.clone())
+        .share(INSTANCES)
         .build();
     (
-        Leased::builder(fallback).share(share).build(),
+        Leased::builder(fallback).share(INSTANCES).build(),
         version,
         policy.into(),
     )

@@ -6,14 +6,14 @@ use std::str::FromStr;
 use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
-use super::{Headers, LegacyHeaders};
+use super::{Headers, LegacyStyle};
 use crate::error::ConfigError;
 use crate::limit::formats::{Setting, SettingList, deserialize, text};
 
 const DRAFT_11: &str = "draft-11";
 
 /// One name in the list: a legacy style, or `None` for the fields of the draft.
-struct StyleName(Option<LegacyHeaders>);
+struct StyleName(Option<LegacyStyle>);
 
 text!(StyleName, "`draft-11`, `github`, `x-seconds` or `draft-6`");
 deserialize!(SettingList<StyleName>);

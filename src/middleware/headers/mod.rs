@@ -12,35 +12,55 @@ use http::header::RETRY_AFTER;
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use smallvec::SmallVec;
 
-pub use legacy::LegacyHeaders;
+use legacy::LegacyStyle;
 
 use crate::limit::{Decision, Policies, Policy, Quota, Source, Verdict, Verdicts};
 use crate::store::rest_of_window;
 
-/// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`]
-/// for old clients, both or none.
+/// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, legacy fields for old
+/// clients, [both](Self::and) or none.
 ///
-/// | setting | fields |
-/// |---|---|
-/// | `Headers::DRAFT_11`, the default | `RateLimit` and `RateLimit-Policy` |
-/// | `Headers::DRAFT_11.and(LegacyHeaders::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
-/// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only those three |
-/// | `Headers::NONE` | none |
+/// | setting | as text | fields | `Reset` |
+/// |---|---|---|---|
+/// | [`DRAFT_11`](Self::DRAFT_11), the default | `draft-11` | `RateLimit` and `RateLimit-Policy` | |
+/// | [`GITHUB`](Self::GITHUB) | `github` | `X-RateLimit-Limit`, `X-RateLimit-Remaining`, `X-RateLimit-Reset` | a Unix time in seconds: `1700000060` |
+/// | [`X_SECONDS`](Self::X_SECONDS) | `x-seconds` | the same names | seconds from now: `60` |
+/// | [`DRAFT_6`](Self::DRAFT_6) | `draft-6` | `RateLimit-Limit`, `RateLimit-Remaining`, `RateLimit-Reset` | seconds from now: `60` |
+/// | `Headers::DRAFT_11.and(Headers::GITHUB)` | `draft-11, github` | those of both | as `GITHUB` |
+/// | [`NONE`](Self::NONE) | | none | |
 ///
 /// A denial that may be retried has `Retry-After` with any setting. The fields are explained in
 /// [the guide](crate::guide::answers).
 ///
-/// With the feature `serde` it is a list of `draft-11` and at most one [`LegacyHeaders`], such as
-/// `["draft-11", "github"]`. In an environment variable it is one text: `draft-11, github`. An empty
-/// list is `Headers::NONE`.
+/// With the feature `serde` it is a list of these texts, such as `["draft-11", "github"]`, with at most one of the legacy
+/// fields. In an environment variable it is one text: `draft-11, github`. An empty list is `Headers::NONE`.
+///
+/// # Legacy fields
+///
+/// They describe one policy, for clients that do not read the `RateLimit` field: its limit, the remaining units, and the
+/// time at which the whole limit is available again. The styles look similar, but `Reset` has different meanings. Choose the
+/// style that your clients read. A client that reads seconds as a Unix time never waits; one that reads a Unix time as seconds
+/// waits for decades. `Reset` is rounded up. A Unix time is that of this server's clock: a client
+/// with a different clock waits too long or too short.
+///
+/// - `Limit` is the [capacity](Decision::capacity) of the policy, so that `Remaining` never exceeds
+///   it: 100 for `50/s burst 100`.
+/// - `Remaining` is the largest cost that [would pass now](Decision::remaining).
+/// - `Reset` is the time at which [all charges have expired](Decision::reset_after). A quota that
+///   refills gradually has free units earlier: `Retry-After` reports that time to a denied client.
+///
+/// The fields describe the policy that [decided](Decision::policy). With nested layers, they
+/// describe that of the layer that denied the request (and are absent if that layer adds none). If
+/// all layers allowed it, they describe the policy with the least remaining, and of two equal ones,
+/// the one with the later reset. A denial by a [`Pause`](crate::throttle::Pause) has no such fields.
 ///
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
 /// did not pass through a layer, use [`append`](Self::append).
-#[doc(alias("Retry-After", "RateLimit"))]
+#[doc(alias("Retry-After", "RateLimit", "X-RateLimit-Remaining"))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Headers {
     draft: bool,
-    legacy: Option<LegacyHeaders>,
+    legacy: Option<LegacyStyle>,
 }
 
 impl Headers {
@@ -51,19 +71,39 @@ impl Headers {
         legacy: None,
     };
 
+    /// The [legacy fields](#legacy-fields) of GitHub's API: `X-` names, and a Unix time.
+    pub const GITHUB: Self = Self::legacy(LegacyStyle::GitHub);
+
+    /// The [legacy fields](#legacy-fields) of many gateways: `X-` names, and the remaining seconds.
+    pub const X_SECONDS: Self = Self::legacy(LegacyStyle::XSeconds);
+
+    /// The [legacy fields](#legacy-fields) of the IETF's draft up to draft-ietf-httpapi-ratelimit-headers-06: the remaining
+    /// seconds. (GitLab uses these names with a Unix time.)
+    pub const DRAFT_6: Self = Self::legacy(LegacyStyle::Draft6);
+
     /// No fields.
     pub const NONE: Self = Self {
         draft: false,
         legacy: None,
     };
 
-    /// Adds three legacy fields. A response has one legacy style: a later call replaces an earlier
-    /// one.
-    #[must_use]
-    pub const fn and(self, legacy: LegacyHeaders) -> Self {
+    const fn legacy(style: LegacyStyle) -> Self {
         Self {
-            legacy: Some(legacy),
-            ..self
+            draft: false,
+            legacy: Some(style),
+        }
+    }
+
+    /// Adds the fields of `other`. A response has one style of [legacy fields](#legacy-fields): that of `other` replaces
+    /// that of `self`.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self {
+            draft: self.draft || other.draft,
+            legacy: match other.legacy {
+                None => self.legacy,
+                legacy => legacy,
+            },
         }
     }
 
@@ -76,7 +116,7 @@ impl Headers {
     /// ```
     /// use axum::http::StatusCode;
     /// use axum::response::{IntoResponse, Response};
-    /// use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+    /// use tower_redis_ratelimit::headers::Headers;
     /// use tower_redis_ratelimit::store::StoreError;
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore};
     ///
@@ -86,13 +126,13 @@ impl Headers {
     ///         true => "found it".into_response(),
     ///         false => (StatusCode::TOO_MANY_REQUESTS, "not so fast").into_response(),
     ///     };
-    ///     Headers::DRAFT_11.and(LegacyHeaders::GitHub).append(&decision, response.headers_mut());
+    ///     Headers::DRAFT_11.and(Headers::GITHUB).append(&decision, response.headers_mut());
     ///     Ok(response)
     /// }
     /// ```
     ///
     /// `RateLimit` and `RateLimit-Policy` are lists, to which the decision is appended. If the
-    /// response has legacy fields already, the [tighter](LegacyHeaders) ones are kept. An existing
+    /// response has legacy fields already, the [tighter](Headers#legacy-fields) ones are kept. An existing
     /// `Retry-After` is kept.
     pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
         self.append_around(decision, headers, false);

@@ -77,12 +77,12 @@ macro_rules! answers {
             /// ```
             /// # use tower_redis_ratelimit::extract::Global;
             /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-            /// use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+            /// use tower_redis_ratelimit::headers::Headers;
             ///
             /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
             /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
             /// // Also `X-RateLimit-Limit`, `X-RateLimit-Remaining`, and `X-RateLimit-Reset` as a Unix time.
-            /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT_11.and(LegacyHeaders::GitHub));
+            /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT_11.and(Headers::GITHUB));
             /// # let _ = layer;
             /// # Ok(())
             /// # }

@@ -32,7 +32,7 @@ use self::primary::{Local, Primary};
 use self::world::{LogObserver, World, WorldState};
 use super::clocked::paused;
 use super::{Outcome, Simulation};
-use crate::store::{Fallback, Instances, LocalStore, Share};
+use crate::store::{Fallback, Instances, LocalStore};
 use crate::util::Seed;
 
 const FALLBACK: Simulation<Rule> = Simulation {
@@ -135,8 +135,8 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
             .unwrap()
             .failures(NonZeroU32::new(plan.failures).unwrap())
             .share(match plan.share {
-                Sharing::Fixed => Share::Fixed(NonZeroU32::new(plan.instances as u32).unwrap()),
-                Sharing::Alive => Share::Alive(counted(alive)),
+                Sharing::Fixed => Instances::from(plan.instances as u32),
+                Sharing::Alive => counted(alive),
             })
             .observer(LogObserver {
                 world: world.clone(),

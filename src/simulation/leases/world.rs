@@ -18,7 +18,7 @@ use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
 use crate::observe::{Event, Observer};
 use crate::simulation::clocked::Clocked;
 use crate::simulation::network::{Counts, Fate, Network, Remote, Reply, Request, Shared, Waiting};
-use crate::store::{Answer, Share, Store};
+use crate::store::{Answer, Store};
 use crate::util::{Seed, instant};
 
 /// The shared store, and the network of all instances to it. Its time is in microseconds.
@@ -245,9 +245,7 @@ impl World {
     fn new_instance(&mut self, of: u32) -> Instance {
         let clocked = Clocked::new();
         self.seed.set_now(self.start);
-        let store = Leased::builder(self.remote.clone())
-            .share(Share::Fixed(of.try_into().unwrap()))
-            .build();
+        let store = Leased::builder(self.remote.clone()).share(of).build();
         store
             .backend()
             .observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));

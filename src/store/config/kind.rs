@@ -26,7 +26,7 @@ pub enum StoreKind {
 words!(StoreKind, "kind of store":
     Auto = "auto", Fallback = "fallback", Redis = "redis", Local = "local");
 
-/// The [`Share`](crate::store::Share) of the fallback in an [`AnyStore`](crate::store::AnyStore).
+/// The [share](crate::store::FallbackBuilder::share) of the fallback in an [`AnyStore`](crate::store::AnyStore).
 ///
 /// As text: a number such as `4`, or `alive`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -37,11 +37,10 @@ words!(StoreKind, "kind of store":
 )]
 #[non_exhaustive]
 pub enum ShareConfig {
-    /// [`Share::Alive`](crate::store::Share::Alive), with the count of
-    /// [`RedisStore::announce`](crate::RedisStore::announce). Requires a Tokio runtime when the
+    /// The count of [`RedisStore::announce`](crate::RedisStore::announce). Requires a Tokio runtime when the
     /// store is created.
     Alive,
-    /// [`Share::Fixed`](crate::store::Share::Fixed), with this number of instances.
+    /// This number of instances.
     #[cfg_attr(feature = "serde", serde(untagged))]
     Fixed(NonZeroU32),
 }

@@ -2,7 +2,7 @@ use std::ffi::OsString;
 
 use super::*;
 use crate::store::any::{fallback, local, redis};
-use crate::store::{AnyStore, RedisStore, RedisStoreBuilder, Share};
+use crate::store::{AnyStore, RedisStore, RedisStoreBuilder};
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
 
@@ -100,7 +100,7 @@ fn every_setting_reaches_its_store() {
         .deadline(Duration::from_millis(50))
         .unwrap()
         .failures(config.failures)
-        .share(Share::Fixed(NonZeroU32::new(8).unwrap()))
+        .share(8)
         .build();
     assert_eq!(
         settings(&fallback(&config, store()).unwrap()),

@@ -31,7 +31,7 @@ use crate::limit::{Check, Decision, Extra, Key, MadeBy, Mode, Source, Verdict};
 use crate::observe::mistakes::{OTHER_FALLBACK, SMALL_SHARE};
 use crate::observe::{Event, Observer, or_log};
 use crate::store::health::shows_failure;
-use crate::store::{Answer, LocalStore, Share, Store};
+use crate::store::{Answer, LocalStore, Store};
 use crate::util::{
     Clock, NoOutput, OnceFlag, Patient, contain, lock, patient, polled_after_completion,
 };
@@ -295,8 +295,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.observe(|observer| {
                 observer.notify(&Event::Degraded {
                     error,
-                    share: self.settings.share.instances(),
-                    is_counted: matches!(self.settings.share, Share::Alive(_)),
+                    share: self.settings.share.alive(),
+                    is_counted: self.settings.share.is_counted(),
                 });
             });
         }
@@ -333,7 +333,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// primary store only.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> NextStep<P, F> {
         // Before the caller is locked: code of the application may count the instances, and the windows of a calendar.
-        let policies = match self.settings.share.instances() {
+        let policies = match self.settings.share.alive() {
             NonZeroU32::MIN => check.policies().clone(),
             instances => share_of(check.policies(), instances),
         };
@@ -431,7 +431,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 return;
             }
         }
-        let instances = self.settings.share.instances();
+        let instances = self.settings.share.alive();
         self.report(format_args!(
             "a request costs {cost}, and this instance's share of the policy {:?} of {} is {}, since {instances} instances \
              share it: without the primary store, such requests are denied; lower the cost, raise the burst, or set a smaller \

@@ -100,7 +100,7 @@ use crate::util::{Clock, OnceFlag};
 /// - **Reconcile.** The unexpired grants of the fallback are charged to the primary store once, and
 ///   resets are repeated there. After an outage this happens before the primary store decides
 ///   again, beginning with the callers that have used most of their limits. With more than one
-///   instance in the [`Share`], each waits until all others had the time to notice the end of the
+///   instance in the [share](FallbackBuilder::share), each waits until all others had the time to notice the end of the
 ///   outage, and then for the last of them to reconcile, up to ten seconds. With the breaker closed,
 ///   such as after a full queue, it happens within a second. Per caller and outage, at most one burst
 ///   more than the policy is granted.
@@ -135,7 +135,7 @@ pub struct Fallback<P, F> {
 struct FallbackSettings {
     deadline: Duration,
     failures: NonZeroU32,
-    share: Share,
+    share: Instances,
     observer: OnceLock<Arc<dyn Observer>>,
 }
 
@@ -204,7 +204,7 @@ impl<P: Store, F: Store> FallbackBuilder<P, F> {
     ///
     /// A cost above the share is denied in an outage. The first one under each policy is reported as
     /// [misconfigured](Event::Misconfigured), unless the whole policy does not allow it either.
-    pub fn share(mut self, share: impl Into<Share>) -> Self {
+    pub fn share(mut self, share: impl Into<Instances>) -> Self {
         self.settings.share = share.into();
         self
     }
@@ -261,7 +261,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
             settings: FallbackSettings {
                 deadline,
                 failures: Self::DEFAULT_FAILURES,
-                share: Share::Fixed(NonZeroU32::MIN),
+                share: Instances::from(1),
                 observer: OnceLock::new(),
             },
         }
@@ -310,13 +310,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 impl<P, F> Fallback<P, F> {
     /// Returns the number of instances of the [share](FallbackBuilder::share).
     pub(super) fn instances(&self) -> Instances {
-        match &self.partitions[0].settings.share {
-            Share::Alive(instances) => instances.clone(),
-            Share::Fixed(instances) => {
-                let instances = *instances;
-                Instances::new(move || instances)
-            }
-        }
+        self.partitions[0].settings.share.clone()
     }
 
     /// Returns `true` if the breaker is open, so that the fallback decides: see [`health`](Store::health). With
@@ -562,55 +556,5 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             .field("settings", settings)
             .field("degraded", &self.is_degraded())
             .finish_non_exhaustive()
-    }
-}
-
-/// The number of instances that share a policy while each decides locally.
-///
-/// Each instance grants its share of the limit and of the burst, rounded down, but at least 1. For example, each of 4
-/// instances grants 2 of a limit of 10, and each of 20 instances grants 1, so that together they grant 20. The rate of
-/// a strategy that refills gradually is divided exactly.
-///
-/// ```
-/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
-///
-/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store = Fallback::builder(redis, LocalStore::default()).share(4).build();
-/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
-/// ```
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub enum Share {
-    /// A constant number.
-    Fixed(NonZeroU32),
-    /// The number of live instances that this instance knows.
-    Alive(Instances),
-}
-
-/// A constant number. `0` counts as 1.
-impl From<u32> for Share {
-    fn from(instances: u32) -> Self {
-        Self::Fixed(NonZeroU32::new(instances).unwrap_or(NonZeroU32::MIN))
-    }
-}
-
-impl From<NonZeroU32> for Share {
-    fn from(instances: NonZeroU32) -> Self {
-        Self::Fixed(instances)
-    }
-}
-
-impl From<Instances> for Share {
-    fn from(instances: Instances) -> Self {
-        Self::Alive(instances)
-    }
-}
-
-impl Share {
-    pub(crate) fn instances(&self) -> NonZeroU32 {
-        match self {
-            Self::Fixed(instances) => *instances,
-            Self::Alive(instances) => instances.alive(),
-        }
     }
 }

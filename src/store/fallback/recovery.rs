@@ -49,7 +49,7 @@ const FULL: Duration = Duration::from_millis(2);
 pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, task: Task) {
     let mut attempts = 0;
     while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_recovery()) {
-        let longest = Breaker::longest_delay(alive.settings.share.instances());
+        let longest = Breaker::longest_delay(alive.settings.share.alive());
         // Keep no store alive during the pause.
         drop(alive);
         sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
@@ -107,7 +107,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             return false;
         }
         let since = instant();
-        let instances = self.settings.share.instances();
+        let instances = self.settings.share.alive();
         if instances > NonZeroU32::MIN {
             // Time for a probe and an announcement.
             let both = self.settings.deadline.saturating_mul(2);
@@ -151,7 +151,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 Err(_) => return false,
             };
             // Other instances wait for the same moment, so spread the checks.
-            let spread = Breaker::spread(self.settings.share.instances());
+            let spread = Breaker::spread(self.settings.share.alive());
             wait += jittered(spread, 0.0..0.5);
             // Charge the fallback's new grants now, so that little is left at the end.
             if !self.reconcile().await {
@@ -226,7 +226,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         accounts.sort_unstable_by_key(|(used, ..)| Reverse(*used));
         let most = most_concurrent(
             self.primary.backend().partitions(),
-            self.settings.share.instances(),
+            self.settings.share.alive(),
         );
         let mut well = true;
         let mut wave = most.min(CONCURRENT);
@@ -305,7 +305,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 observer.notify(&Event::StillDegraded {
                     after,
                     checks,
-                    share: self.settings.share.instances(),
+                    share: self.settings.share.alive(),
                     error,
                 });
             });

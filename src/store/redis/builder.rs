@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::credentials::{CredentialSource, Credentials};
 use super::link::{Tls, check_client_name};
-use super::servers::{Server, Servers};
+use super::servers::Servers;
 use super::topology::cluster::Cluster;
 use super::topology::{AddressMap, Logins, Topology};
 use super::worker::{RedisStore, SharedStore};
@@ -67,7 +67,7 @@ impl RedisStore {
     /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if a URL has a database
     /// other than 0.
     pub fn cluster(
-        nodes: impl IntoIterator<Item = impl Into<Server>>,
+        nodes: impl IntoIterator<Item = impl Into<Servers>>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::cluster(nodes))
     }
@@ -96,7 +96,7 @@ impl RedisStore {
     /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if the name is invalid.
     pub fn sentinel(
         master: &str,
-        sentinels: impl IntoIterator<Item = impl Into<Server>>,
+        sentinels: impl IntoIterator<Item = impl Into<Servers>>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::sentinel(master, sentinels))
     }
@@ -112,7 +112,6 @@ impl RedisStore {
 /// ```no_run
 /// use std::num::NonZeroUsize;
 /// use std::time::Duration;
-/// use tower_redis_ratelimit::store::Share;
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
@@ -122,8 +121,8 @@ impl RedisStore {
 ///     .timeout(Duration::from_millis(500))
 ///     .connect()
 ///     .await?;
-/// let share = Share::Alive(redis.announce()?);
-/// let store = Fallback::builder(redis, LocalStore::default()).share(share).build();
+/// let instances = redis.announce()?;
+/// let store = Fallback::builder(redis, LocalStore::default()).share(instances).build();
 /// # let _ = store;
 /// # Ok(())
 /// # }

@@ -44,7 +44,7 @@ impl RecentCounts {
 
 impl RedisStore {
     /// Announces this instance in Redis, and counts the instances that are announced under the same
-    /// key prefix: for [`Share::Alive`](crate::store::Share::Alive). The Redis user needs
+    /// key prefix: for the [share](crate::store::FallbackBuilder::share) of each. The Redis user needs
     /// `+zremrangebyscore +zadd +zcard +pexpire` for it.
     ///
     /// Each instance announces itself every 2 seconds, off the request path, and expires 6 seconds

@@ -24,7 +24,7 @@ pub(super) use link::no_tls;
 #[cfg(feature = "tls")]
 pub(super) use link::{check_client, check_roots};
 pub use scan::{Scan, StoredCount};
+pub use servers::Servers;
 pub(super) use servers::wrong_url;
-pub use servers::{Server, Servers};
 pub(super) use topology::{host_and_port, two_to_one};
 pub use worker::RedisStore;

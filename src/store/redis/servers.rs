@@ -61,13 +61,13 @@ pub struct Servers {
 
 impl Servers {
     /// A Redis Cluster, by the URLs of some of its nodes, which report the others. The user,
-    /// password and TLS of the first URL apply to all nodes.
-    pub fn cluster(nodes: impl IntoIterator<Item = impl Into<Server>>) -> Self {
+    /// password and TLS of the first URL apply to all nodes. Each URL is that of a single server.
+    pub fn cluster(nodes: impl IntoIterator<Item = impl Into<Servers>>) -> Self {
         let nodes = all(nodes);
         Self::new(nodes.and_then(cluster))
     }
 
-    /// The master with this name, by the URLs of all sentinels.
+    /// The master with this name, by the URLs of all sentinels, each as of a single server.
     ///
     /// Give the name as a URL if the master has a user, a password or a database, or if only the
     /// master or only the sentinels use TLS: `redis://user:password@mymaster/0`. Otherwise the
@@ -81,7 +81,7 @@ impl Servers {
     /// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
-    pub fn sentinel(master: &str, sentinels: impl IntoIterator<Item = impl Into<Server>>) -> Self {
+    pub fn sentinel(master: &str, sentinels: impl IntoIterator<Item = impl Into<Servers>>) -> Self {
         let sentinels = all(sentinels);
         Self::new(sentinels.and_then(|sentinels| self::sentinel(master, sentinels)))
     }
@@ -143,6 +143,19 @@ impl Servers {
         Ok(kind)
     }
 
+    /// Returns the settings of a node of a cluster, or of a sentinel.
+    fn into_node(self) -> Result<ConnectionInfo, ConfigError> {
+        let NamedServers::Server(node) = self.kind? else {
+            return wrong("a node or a sentinel is one server: use `redis://host:port` for each");
+        };
+        if self.prefix.is_some() || self.share.is_some() || self.credentials.servers.is_some() {
+            return wrong(
+                "a node or a sentinel has no `prefix`, `share` or `password_file`: set these on the builders",
+            );
+        }
+        Ok(*node)
+    }
+
     fn of_text(text: &str) -> Self {
         let kind = match kind_of_url(text) {
             Ok(kind) => kind,
@@ -177,11 +190,11 @@ const WRONG_SHARE: &str =
 
 /// Returns the settings of these servers, or the first error.
 fn all(
-    servers: impl IntoIterator<Item = impl Into<Server>>,
+    servers: impl IntoIterator<Item = impl Into<Servers>>,
 ) -> Result<Vec<ConnectionInfo>, ConfigError> {
     let mut all = vec![];
     for server in servers {
-        all.push(server.into().0?);
+        all.push(server.into().into_node()?);
     }
     Ok(all)
 }
@@ -572,49 +585,6 @@ fn cluster(nodes: Vec<ConnectionInfo>) -> Result<NamedServers, ConfigError> {
     Ok(NamedServers::Cluster(nodes))
 }
 
-/// One node of a cluster, or one sentinel: a URL as of a single server of [`Servers`], or a
-/// [`ConnectionInfo`], which is [exempt](Servers#the-client) from the version promise.
-///
-/// `Debug` shows the address, but no password.
-#[derive(Clone)]
-pub struct Server(Result<ConnectionInfo, ConfigError>);
-
-impl From<&str> for Server {
-    fn from(url: &str) -> Self {
-        Self(match check_ends(url) {
-            Ok(()) => read(url),
-            Err(error) => Err(error),
-        })
-    }
-}
-
-impl From<String> for Server {
-    fn from(url: String) -> Self {
-        Self::from(&*url)
-    }
-}
-
-impl From<&String> for Server {
-    fn from(url: &String) -> Self {
-        Self::from(&**url)
-    }
-}
-
-impl From<ConnectionInfo> for Server {
-    fn from(server: ConnectionInfo) -> Self {
-        Self(Ok(server))
-    }
-}
-
-impl fmt::Debug for Server {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Ok(server) => f.write_str(&server.addr().to_string()),
-            Err(_) => f.write_str("unreadable"),
-        }
-    }
-}
-
 impl From<&str> for Servers {
     fn from(url: &str) -> Self {
         Self::of_text(url)
@@ -920,6 +890,25 @@ mod tests {
         }
         for url in ["redis://a", "redis://@a", "redis://:p@a", "redis://u:p@a"] {
             assert!(Servers::from(url).into_kind().is_ok(), "{url}");
+        }
+    }
+
+    #[test]
+    fn a_node_is_one_server() {
+        for url in [
+            "redis+cluster://a:1,b:2",
+            "redis+sentinel://a:1/m",
+            "redis://a:1/?prefix=shop",
+            "redis://a:1/?share=4",
+            "redis://a:1/?password_file=/run/password",
+        ] {
+            for servers in [
+                Servers::cluster(["redis://b:1", url]),
+                Servers::sentinel("m", [url]),
+            ] {
+                let error = servers.into_kind().map(drop).unwrap_err().to_string();
+                assert!(error.contains(": a node or a sentinel "), "{url}: {error}");
+            }
         }
     }
 

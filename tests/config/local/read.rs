@@ -8,7 +8,7 @@ use config::{Config, Environment};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tower_redis_ratelimit::extract::ClientIp;
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Align;
@@ -253,7 +253,7 @@ fn environment_variables_of_a_layer() {
             layer,
             Layer {
                 client_ip: client_ip.clone(),
-                headers: Headers::DRAFT_11.and(LegacyHeaders::GitHub)
+                headers: Headers::DRAFT_11.and(Headers::GITHUB)
             }
         );
     }

@@ -13,7 +13,7 @@ use proptest::strategy::Strategy as Generate;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor};
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
@@ -321,16 +321,12 @@ fn choices_round_trip() {
     assert_same(StoreConfig::default());
     for headers in [Headers::DRAFT_11, Headers::NONE] {
         assert_same(headers);
-        [
-            LegacyHeaders::GitHub,
-            LegacyHeaders::XSeconds,
-            LegacyHeaders::Draft6,
-        ]
-        .into_iter()
-        .for_each(|legacy| {
-            assert_same(legacy);
-            assert_same(headers.and(legacy));
-        });
+        [Headers::GITHUB, Headers::X_SECONDS, Headers::DRAFT_6]
+            .into_iter()
+            .for_each(|legacy| {
+                assert_same(legacy);
+                assert_same(headers.and(legacy));
+            });
     }
     Strategy::ALL.iter().copied().for_each(assert_same);
 }

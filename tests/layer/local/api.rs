@@ -15,7 +15,7 @@ use tower_redis_ratelimit::check::{Check, Decision, DryRun};
 use tower_redis_ratelimit::extract::{
     ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp,
 };
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::rate_limit::{
     RateLimit, ResponseFuture, Settled, SettledFuture, SettledLayer, TrackedBody,
@@ -115,7 +115,6 @@ fn shared_types_are_send_clone_and_debug() {
         OnError,
         OnMissingKey,
         Headers,
-        LegacyHeaders,
     )>();
     #[cfg(feature = "tonic")]
     shared::<(

@@ -459,7 +459,7 @@ fn a_share_may_be_a_number() {
     };
     fixes(
         &of("\"4\""),
-        &["the trait bound `Share: From<&str>` is not satisfied"],
+        &["the trait bound `Instances: From<&str>` is not satisfied"],
         &of("4"),
     );
 }

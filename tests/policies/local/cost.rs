@@ -1,12 +1,11 @@
 //! Costs of requests, and the time at which a denied request passes.
 
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tokio::time::advance;
 use tower_redis_ratelimit::check::Outcome;
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, StoreError};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policy, RateLimitLayer, Strategy};
 
@@ -73,9 +72,8 @@ async fn a_cost_above_capacity_has_no_retry() {
 async fn an_outage_reports_the_whole_burst() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
-    let share = Share::Fixed(NonZeroU32::new(4).unwrap());
     let store = Fallback::builder(redis, LocalStore::default())
-        .share(share)
+        .share(4)
         .build();
     let (policy, problems) = (gcra("api", "100/h"), Problems::default());
     let service = limited(

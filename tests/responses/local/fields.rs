@@ -1,6 +1,5 @@
 //! Results of a decision: header fields for the client, extensions for the code around the layer.
 
-use std::num::NonZeroU32;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::FutureExt;
@@ -9,9 +8,9 @@ use tokio::time::advance;
 use tower::Layer;
 use tower_redis_ratelimit::check::{Decision, Outcome, Source};
 use tower_redis_ratelimit::extract::{Global, HeaderKey};
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey, Rejection};
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, StoreError};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{
     Fallback, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy,
@@ -205,8 +204,8 @@ fn legacy<'a, B>(response: &'a Response<B>, prefix: &str) -> [Option<&'a str>; 3
 #[tokio::test(start_paused = true)]
 async fn legacy_headers_have_limit_remaining_and_reset() {
     for (form, prefix, other) in [
-        (LegacyHeaders::XSeconds, "x-ratelimit", "ratelimit"),
-        (LegacyHeaders::Draft6, "ratelimit", "x-ratelimit"),
+        (Headers::X_SECONDS, "x-ratelimit", "ratelimit"),
+        (Headers::DRAFT_6, "ratelimit", "x-ratelimit"),
     ] {
         let service = limited(layer("2/m burst 3").headers(Headers::NONE.and(form)));
         for (status, remaining, reset) in [
@@ -241,13 +240,12 @@ async fn an_outage_keeps_the_quota_in_the_fields() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit)] {
         let redis = MockStore::new();
         redis.fail(StoreError::new(ErrorKind::Unreachable));
-        let share = Share::Fixed(NonZeroU32::new(4).unwrap());
         let store = Fallback::builder(redis, LocalStore::default())
-            .share(share)
+            .share(4)
             .build();
         let policy = Policy::new("api", strategy, "100/m").unwrap();
         let layer = RateLimitLayer::new(store, Global, policy)
-            .headers(Headers::DRAFT_11.and(LegacyHeaders::XSeconds))
+            .headers(Headers::DRAFT_11.and(Headers::X_SECONDS))
             .decision_in_response();
         let service = limited(layer);
         for left in (0..25).rev() {
@@ -274,7 +272,7 @@ async fn an_outage_keeps_the_quota_in_the_fields() {
 #[allow(clippy::disallowed_methods, reason = "the reset is in wall clock time")]
 async fn github_reset_is_wall_clock_time() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
-    let service = limited(layer("1/h").headers(Headers::NONE.and(LegacyHeaders::GitHub)));
+    let service = limited(layer("1/h").headers(Headers::GITHUB));
     let before = now();
     for status in [200, 429] {
         let response = send(&service, request("alice")).await;
@@ -294,9 +292,7 @@ async fn github_reset_is_wall_clock_time() {
 
 #[tokio::test(start_paused = true)]
 async fn the_last_legacy_style_joins_draft_fields() {
-    let headers = Headers::DRAFT_11
-        .and(LegacyHeaders::GitHub)
-        .and(LegacyHeaders::Draft6);
+    let headers = Headers::DRAFT_11.and(Headers::GITHUB).and(Headers::DRAFT_6);
     let response = send(&limited(layer("2/m").headers(headers)), request("alice")).await;
     assert_eq!(
         both(&response),
@@ -323,7 +319,7 @@ async fn the_last_legacy_style_joins_draft_fields() {
 async fn the_deciding_policy_fills_legacy_headers() {
     let policies = Policies::new([gcra("hour", "3/h"), gcra("minute", "2/m")]).unwrap();
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
-    let service = limited(layer.headers(Headers::NONE.and(LegacyHeaders::XSeconds)));
+    let service = limited(layer.headers(Headers::X_SECONDS));
     for (wait, status, expected) in [
         (0, 200, ["2", "1", "30"]),
         (0, 200, ["2", "0", "60"]),
@@ -393,7 +389,7 @@ async fn the_tightest_layer_fills_legacy_headers() {
             ],
         ),
     ] {
-        let headers = Headers::NONE.and(LegacyHeaders::Draft6);
+        let headers = Headers::DRAFT_6;
         let service = layer(outer)
             .headers(headers)
             .layer(limited(layer(inner).headers(headers)));
@@ -416,7 +412,7 @@ async fn the_tightest_layer_fills_legacy_headers() {
 /// A cost of 3 is denied with 2 left, while the outer layer has 0 left.
 #[tokio::test(start_paused = true)]
 async fn an_inner_denial_fills_legacy_headers() {
-    let headers = Headers::NONE.and(LegacyHeaders::XSeconds);
+    let headers = Headers::X_SECONDS;
     let inner = layer("2/m").cost(|_| 3).headers(headers);
     let service = layer("1/h").headers(headers).layer(limited(inner));
     let response = send(&service, request("alice")).await;
@@ -429,12 +425,8 @@ async fn an_inner_denial_fills_legacy_headers() {
 /// A denial that reports 99 remaining would be misleading.
 #[tokio::test]
 async fn denials_never_get_legacy_headers_of_others() {
-    for within in [
-        Headers::NONE,
-        Headers::DRAFT_11,
-        Headers::NONE.and(LegacyHeaders::Draft6),
-    ] {
-        let outer = layer("100/h").headers(Headers::NONE.and(LegacyHeaders::XSeconds));
+    for within in [Headers::NONE, Headers::DRAFT_11, Headers::DRAFT_6] {
+        let outer = layer("100/h").headers(Headers::X_SECONDS);
         let service = outer.layer(limited(layer("1/h").headers(within)));
         assert_eq!(
             legacy(&send(&service, request("alice")).await, "x-ratelimit")[1],
@@ -466,7 +458,7 @@ async fn user_code_can_write_decision_fields() {
         response
     };
 
-    let response = append(Headers::DRAFT_11.and(LegacyHeaders::XSeconds), &allowed);
+    let response = append(Headers::DRAFT_11.and(Headers::X_SECONDS), &allowed);
     assert_eq!(
         both(&response),
         (Some("\"words\";r=0;t=30"), Some("\"words\";q=2;w=60"))
@@ -480,7 +472,7 @@ async fn user_code_can_write_decision_fields() {
 
     // A second decision: the lists have both, the tighter legacy headers win, and the existing
     // `Retry-After` stays.
-    let mut response = append(Headers::DRAFT_11.and(LegacyHeaders::XSeconds), &allowed);
+    let mut response = append(Headers::DRAFT_11.and(Headers::X_SECONDS), &allowed);
     response.headers_mut().insert("retry-after", 7.into());
     let other = Limiter::new(LocalStore::default(), gcra("other", "9/m"));
     let roomy = other
@@ -489,12 +481,12 @@ async fn user_code_can_write_decision_fields() {
         .unwrap()
         .unwrap();
     Headers::DRAFT_11
-        .and(LegacyHeaders::XSeconds)
+        .and(Headers::X_SECONDS)
         .append(&roomy, response.headers_mut());
     assert_eq!(response.headers().get_all("ratelimit").iter().count(), 2);
     assert_eq!(legacy(&response, "x-ratelimit"), ["2", "0", "60"].map(Some));
     Headers::NONE
-        .and(LegacyHeaders::XSeconds)
+        .and(Headers::X_SECONDS)
         .append(&denied, response.headers_mut());
     assert_eq!(field(&response, "retry-after"), Some("7"));
 
@@ -504,9 +496,9 @@ async fn user_code_can_write_decision_fields() {
         .now_or_never()
         .unwrap()
         .unwrap();
-    let mut response = append(Headers::NONE.and(LegacyHeaders::XSeconds), &allowed);
+    let mut response = append(Headers::X_SECONDS, &allowed);
     Headers::NONE
-        .and(LegacyHeaders::XSeconds)
+        .and(Headers::X_SECONDS)
         .append(&never, response.headers_mut());
     assert_eq!(legacy(&response, "x-ratelimit"), ["2", "2", "0"].map(Some));
 
@@ -515,7 +507,7 @@ async fn user_code_can_write_decision_fields() {
     headers.insert("x-ratelimit-remaining", "0, 10;w=1".parse().unwrap());
     headers.insert("x-ratelimit-reset", "soon".parse().unwrap());
     Headers::NONE
-        .and(LegacyHeaders::XSeconds)
+        .and(Headers::X_SECONDS)
         .append(&roomy, &mut headers);
     assert_eq!(headers["x-ratelimit-remaining"], "8");
     assert_eq!(headers["x-ratelimit-reset"], "7");

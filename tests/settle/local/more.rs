@@ -186,13 +186,13 @@ async fn a_denied_handler_may_respond_by_the_layers_reject() {
 async fn a_denied_handler_follows_the_layers_headers() {
     use axum::{Router, routing::get};
     use http::HeaderValue;
-    use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+    use tower_redis_ratelimit::headers::Headers;
 
     async fn much(charge: RequestCost) -> Result<(), ReserveError> {
         charge.reserve(991).await
     }
-    let old = Headers::NONE.and(LegacyHeaders::XSeconds);
-    let both = Headers::DRAFT_11.and(LegacyHeaders::XSeconds);
+    let old = Headers::X_SECONDS;
+    let both = Headers::DRAFT_11.and(Headers::X_SECONDS);
     for (headers, draft, legacy) in [
         (Headers::DRAFT_11, 2, None),
         (Headers::NONE, 1, None),

@@ -1,7 +1,6 @@
 //! Maximum waits, and pauses that a server requests.
 
 use std::convert::Infallible;
-use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::Duration;
 
@@ -12,11 +11,11 @@ use tower::buffer::Buffer;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, RateLimited};
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::settle::ReserveError;
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::throttle::{Pause, retry_after};
 use tower_redis_ratelimit::{
     Fallback, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy, ThrottleLayer,
@@ -286,7 +285,7 @@ async fn clients_see_no_quota_of_a_pause() {
             true => Policies::new([pause.policy(), rate]).unwrap(),
             false => pause.policy().into(),
         };
-        let legacy = Headers::DRAFT_11.and(LegacyHeaders::XSeconds);
+        let legacy = Headers::DRAFT_11.and(Headers::X_SECONDS);
         let limiter = Limiter::new(store.clone(), policies.clone());
         let service = limited(RateLimitLayer::new(store, Global, policies).headers(legacy));
         let allowed = send(&service, anonymous()).await;
@@ -330,9 +329,8 @@ async fn clients_see_no_quota_of_a_pause() {
 async fn a_pause_lasts_as_long_by_fallback() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
-    let share = Share::Fixed(NonZeroU32::new(4).unwrap());
     let store = Fallback::builder(redis, LocalStore::default())
-        .share(share)
+        .share(4)
         .build();
     let pause = Pause::new(store.clone(), "pause", 60 * SECOND).unwrap();
     pause.begin(KEY, 30 * SECOND).await.unwrap();

@@ -1,7 +1,7 @@
 //! Permits in `poll_ready`.
 
 use std::convert::Infallible;
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::NonZeroUsize;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -22,7 +22,7 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Mode};
 use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::OnError;
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 use tower_test::mock;
 
@@ -466,9 +466,8 @@ async fn balanced_services_share_one_count() {
 async fn an_outage_limits_waiters_by_share() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
-    let share = Share::Fixed(NonZeroU32::new(5).unwrap());
     let store = Fallback::builder(redis, LocalStore::default())
-        .share(share)
+        .share(5)
         .build();
     let layer = ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "50/s burst 5"));
     let start = Instant::now();

@@ -1,7 +1,6 @@
 //! Waiting at a real server, on several threads.
 
 use std::convert::Infallible;
-use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::time::Duration;
@@ -10,7 +9,7 @@ use fastrand::Rng;
 use tokio::time::{Instant, sleep, timeout};
 use tower::{Layer, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
     Fallback, Key, LocalStore, Policies, RedisStore, Strategy, ThrottleLayer,
 };
@@ -106,9 +105,8 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
     let layers: Vec<_> = (0..3)
         .map(|_| {
             let redis = RedisStore::connect_lazy(server.url()).unwrap();
-            let share = Share::Fixed(NonZeroU32::new(3).unwrap());
             let store = Fallback::builder(redis, LocalStore::default())
-                .share(share)
+                .share(3)
                 .build();
             ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "600/s burst 60"))
         })

@@ -47,13 +47,9 @@ impl Outage {
         };
         let (instances, primary, reconciled) =
             (rng.u32(1..=8), Primary::default(), Reconciled::default());
-        let share = Share::Fixed(std::num::NonZeroU32::new(instances).unwrap());
         let store = |_| {
             let store = Fallback::builder(primary.clone(), LocalStore::default());
-            store
-                .share(share.clone())
-                .observer(reconciled.clone())
-                .build()
+            store.share(instances).observer(reconciled.clone()).build()
         };
         let stores = (0..instances).map(store).collect();
         let policies = Policy::new("test", strategy, quota).unwrap().into();

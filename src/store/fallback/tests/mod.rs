@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use tokio::time::{advance, sleep};
 
-use super::{Fallback, FallbackBuilder, FallbackSettings, Share};
+use super::{Fallback, FallbackBuilder, FallbackSettings};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::observe::{Event, Observer};

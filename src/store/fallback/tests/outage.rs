@@ -55,9 +55,8 @@ impl Observer for Reports {
 #[tokio::test(start_paused = true)]
 async fn a_long_outage_is_reported_each_minute() {
     let (primary, reports) = (Primary::default(), Reports::default());
-    let share = Share::Fixed(NonZeroU32::new(4).unwrap());
     let store = Fallback::builder(primary.clone(), LocalStore::default())
-        .share(share)
+        .share(4)
         .observer(reports.clone())
         .build();
     open(&store, &primary).await;

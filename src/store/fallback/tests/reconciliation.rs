@@ -475,9 +475,9 @@ async fn pauses_of_an_outage_do_not_add_up() {
         let (primary, reconciled) = (Primary::default(), Reconciled::default());
         let instances: Vec<Tested> = (0..share.max(2))
             .map(|_| {
-                let share = Share::Fixed(share.try_into().unwrap());
                 let store = Fallback::builder(primary.clone(), LocalStore::default());
-                store.share(share).observer(reconciled.clone()).build()
+                let store = store.share(share as u32);
+                store.observer(reconciled.clone()).build()
             })
             .collect();
         for store in &instances {
