@@ -673,11 +673,11 @@ mod tests {
                 ..StoreConfig::default()
             },
             StoreConfig {
-                deadline: Duration::ZERO,
+                deadline: Some(Duration::ZERO),
                 ..config()
             },
             StoreConfig {
-                deadline: Duration::from_secs(1),
+                deadline: Some(Duration::from_secs(1)),
                 ..config()
             },
             StoreConfig {

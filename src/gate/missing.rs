@@ -43,7 +43,7 @@ enum Cause {
 }
 
 /// Whether to reject a request without a key. As text: `reject` or `allow`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {
     /// Reject the request: over HTTP with 400, or with 401 if the extractor has a

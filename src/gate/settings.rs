@@ -65,7 +65,7 @@ pub(crate) enum Enforcement {
 }
 
 /// Whether to reject a request or a call that the store could not decide. As text: `reject` or `allow`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum OnError {
     /// Reject the request: over HTTP with 503. A [throttle](crate::ThrottleLayer::on_error) retries first.

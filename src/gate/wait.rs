@@ -24,7 +24,7 @@ use crate::wait_queues::Bounds;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Wait {
     pub(super) max: Duration,
     pub(super) bounds: Bounds,

@@ -32,7 +32,7 @@ use crate::error::ConfigError;
 /// ```
 ///
 /// With the feature `serde` it is read from that text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockAfter {
     strikes: Quota,
     time: Duration,

@@ -38,7 +38,7 @@ pub struct JointCheck {
 }
 
 /// The decision on a [`JointCheck`], and that of each part.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JointDecision {
     whole: Decision,
     /// `None` for a part that was not decided.

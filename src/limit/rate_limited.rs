@@ -17,7 +17,7 @@ use super::{Decision, Source};
 ///     error.downcast_ref::<RateLimited>()?.retry_after()
 /// }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RateLimited {
     decision: Decision,
 }

@@ -56,7 +56,7 @@ pub(super) type Addition = SmallVec<[Charge; 1]>;
 /// How a reservation is settled. A rule of
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) returns this when it receives the head
 /// of the response.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Settlement {
     /// Keeps the reservation: the request costs the reserved amount.

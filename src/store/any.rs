@@ -1,6 +1,5 @@
 use std::fmt;
 use std::future::Future;
-use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -167,7 +166,7 @@ impl AnyStore {
     pub fn instances(&self) -> Instances {
         match self {
             Self::Fallback(store) => store.instances(),
-            Self::Redis(_) | Self::Local(_) | Self::Own(_) => Instances::new(|| NonZeroU32::MIN),
+            Self::Redis(_) | Self::Local(_) | Self::Own(_) => Instances::from(1),
         }
     }
 }
@@ -190,7 +189,10 @@ pub(super) fn fallback(
     config: &StoreConfig,
     redis: RedisStore,
 ) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
-    let builder = Fallback::builder(redis.clone(), local(config)).deadline(config.deadline)?;
+    let mut builder = Fallback::builder(redis.clone(), local(config));
+    if let Some(deadline) = config.deadline {
+        builder = builder.deadline(deadline)?;
+    }
     let share = match config.share {
         ShareConfig::Fixed(instances) => Instances::from(instances),
         ShareConfig::Alive => redis.announce()?,

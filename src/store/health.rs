@@ -5,7 +5,7 @@ use crate::error::{ErrorKind, StoreError};
 
 /// How the checks of a store are decided at the moment, for health checks: see [`Store::health`](super::Store::health). As
 /// text: `ok`, `local` or `failing`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Health {
     /// As intended, or no check was sent yet.

@@ -102,7 +102,7 @@ struct Queues {
 }
 
 /// Maximum numbers of waiting requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Bounds {
     pub(crate) per_caller: usize,
     pub(crate) total: usize,

@@ -37,7 +37,8 @@ async fn instances_share_the_count_of_one_redis() {
         StoreKind::Local,
     ] {
         let mut config = config(kind, server.url());
-        (config.deadline, config.timeout) = (Duration::from_secs(60), Duration::from_secs(150));
+        (config.deadline, config.timeout) =
+            (Some(Duration::from_secs(60)), Duration::from_secs(150));
         let store = AnyStore::from_config(&config).unwrap();
         let decision = store
             .check(Check::take(Key::new("ann"), &policies, 1))

@@ -72,7 +72,7 @@ async fn any_fallback() {
     let server = RedisServer::start();
     let mut config = StoreConfig::default();
     config.url = Some(server.url());
-    (config.deadline, config.timeout) = (Duration::from_secs(60), Duration::from_secs(150));
+    (config.deadline, config.timeout) = (Some(Duration::from_secs(60)), Duration::from_secs(150));
     keeps_the_contract(AnyStore::from_config(&config).unwrap(), Source::Redis).await;
 }
 

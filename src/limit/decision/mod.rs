@@ -128,7 +128,7 @@ impl Source {
 
 /// The verdict of a single policy on a check. A [`Store`](crate::store::Store) outside of this
 /// crate combines verdicts into a [`Decision`] with [`Check::decided`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[must_use]
 pub struct Verdict {
     /// The largest cost that would be allowed now.

@@ -187,7 +187,7 @@ settings! {
     ///     quota = "10000 per day"
     ///     "#,
     /// )?;
-    /// assert_eq!(settings.store.deadline, Duration::from_millis(50));
+    /// assert_eq!(settings.store.deadline, Some(Duration::from_millis(50)));
     /// let store = AnyStore::from_config(&settings.store)?;
     /// # let _ = (store, settings.policies);
     /// # }
@@ -284,9 +284,12 @@ settings! {
     }
     {
         /// See [`FallbackBuilder::deadline`](crate::store::FallbackBuilder::deadline). At least a millisecond, and at most the
-        /// [`timeout`](Self::timeout); defaults to 100 ms.
-        #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
-        deadline: Duration = Both::DEFAULT_DEADLINE;
+        /// [`timeout`](Self::timeout). Defaults to none: 100 ms, or the timeout if that is shorter.
+        #[cfg_attr(
+            feature = "serde",
+            serde(skip_serializing_if = "Option::is_none", serialize_with = "formats::write_some_duration")
+        )]
+        deadline: Option<Duration> = None;
         /// See [`FallbackBuilder::failures`](crate::store::FallbackBuilder::failures). Defaults to 3.
         failures: NonZeroU32 = Both::DEFAULT_FAILURES;
         /// See [`FallbackBuilder::share`](crate::store::FallbackBuilder::share); a share in the URL takes precedence.

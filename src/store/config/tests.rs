@@ -28,7 +28,7 @@ fn other() -> StoreConfig {
         batch: number(5),
         partitions: number(10),
         denials: 6,
-        deadline: Duration::from_millis(50),
+        deadline: Some(Duration::from_millis(50)),
         failures: NonZeroU32::new(7).unwrap(),
         share: ShareConfig::Fixed(NonZeroU32::new(8).unwrap()),
         local_keys: number(9_000),
@@ -215,12 +215,12 @@ fn impossible_settings_are_refused() {
         "{zero}"
     );
     let zero = refused(StoreConfig {
-        deadline: Duration::ZERO,
+        deadline: Some(Duration::ZERO),
         ..other()
     });
     assert!(zero.to_string().contains("a deadline of 0ns"), "{zero}");
     let nanosecond = refused(StoreConfig {
-        deadline: Duration::from_nanos(1),
+        deadline: Some(Duration::from_nanos(1)),
         ..other()
     });
     assert!(
@@ -228,7 +228,7 @@ fn impossible_settings_are_refused() {
         "{nanosecond}"
     );
     let short = StoreConfig {
-        deadline: Duration::from_millis(1),
+        deadline: Some(Duration::from_millis(1)),
         ..other()
     };
     assert!(AnyStore::from_config(&short).is_ok());
@@ -281,7 +281,7 @@ fn a_deadline_that_no_reply_meets_is_refused() {
         let in_code = Fallback::builder(store(half), LocalStore::default()).deadline(deadline);
         assert_eq!(in_code.unwrap_err().to_string(), text);
         let config = StoreConfig {
-            deadline,
+            deadline: Some(deadline),
             timeout: half,
             ..other()
         };
@@ -292,7 +292,17 @@ fn a_deadline_that_no_reply_meets_is_refused() {
         let accepted = Fallback::builder(store(half), LocalStore::default()).deadline(deadline);
         assert!(accepted.is_ok(), "{deadline:?}");
     }
-    let short = Fallback::new(store(Duration::from_millis(40)), LocalStore::default());
+    let timeout = Duration::from_millis(40);
+    let short = Fallback::new(store(timeout), LocalStore::default());
+    assert!(settings(&short).contains("deadline: 40ms"), "{short:?}");
+    let config = StoreConfig {
+        timeout,
+        deadline: None,
+        ..other()
+    };
+    let AnyStore::Fallback(short) = AnyStore::from_config(&config).unwrap() else {
+        panic!("no fallback")
+    };
     assert!(settings(&short).contains("deadline: 40ms"), "{short:?}");
 }
 

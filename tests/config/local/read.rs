@@ -44,7 +44,7 @@ fn expected() -> Service {
     store.batch = NonZeroUsize::new(64).unwrap();
     store.partitions = NonZeroUsize::new(256).unwrap();
     store.denials = 0;
-    store.deadline = Duration::from_millis(50);
+    store.deadline = Some(Duration::from_millis(50));
     store.failures = NonZeroU32::new(5).unwrap();
     store.share = ShareConfig::Fixed(NonZeroU32::new(3).unwrap());
     store.local_keys = NonZeroUsize::new(1_000_000).unwrap();

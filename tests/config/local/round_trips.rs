@@ -144,7 +144,7 @@ fn stores() -> impl Generate<Value = StoreConfig> {
                 store.local_keys,
                 store.denials,
             ) = sizes;
-            (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
+            (store.timeout, store.deadline, store.failures) = (timeout, Some(deadline), failures);
             store.connect_timeout = Some(timeout);
             let [
                 root_certificates,
@@ -417,7 +417,6 @@ queue = 10000
 batch = 128
 partitions = 12
 denials = 10000
-deadline = "100ms"
 failures = 3
 share = 1
 local_keys = 100000

@@ -194,7 +194,7 @@ async fn a_cluster_is_a_url() {
     let cluster = Cluster::start(false).await;
     let mut config = StoreConfig::default();
     config.url = Some(cluster.url());
-    (config.deadline, config.timeout) = (PATIENT, PATIENT);
+    (config.deadline, config.timeout) = (Some(PATIENT), PATIENT);
     let any = AnyStore::from_config(&config).unwrap();
     let lazy = RedisStore::connect_lazy(cluster.url().as_str()).unwrap();
     // One node names the others.

@@ -131,7 +131,7 @@ struct Unknown {
 type TierName = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
 
 /// The name of a request's plan, for [`Tiers`]: an extension of the request.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tier(pub Cow<'static, str>);
 
 impl Tier {
