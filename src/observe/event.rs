@@ -93,8 +93,8 @@ pub enum Event<'a> {
         /// replies, but the fallback's grants are not all charged to it.
         error: Option<&'a StoreError>,
     },
-    /// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units, with
-    /// those of failures just before the outage.
+    /// The primary store of a [`Fallback`](crate::Fallback) decides again. Costs are in units, and
+    /// include the failures just before the outage.
     #[non_exhaustive]
     Recovered {
         /// The duration of the outage.

@@ -26,7 +26,7 @@ use crate::store::rest_of_window;
 /// | [`GITHUB`](Self::GITHUB) | `github` | `X-RateLimit-Limit`, `X-RateLimit-Remaining`, `X-RateLimit-Reset` | a Unix time in seconds: `1700000060` |
 /// | [`X_SECONDS`](Self::X_SECONDS) | `x-seconds` | the same names | seconds from now: `60` |
 /// | [`DRAFT_6`](Self::DRAFT_6) | `draft-6` | `RateLimit-Limit`, `RateLimit-Remaining`, `RateLimit-Reset` | seconds from now: `60` |
-/// | `Headers::DRAFT_11.and(Headers::GITHUB)` | `draft-11, github` | those of both | as `GITHUB` |
+/// | `Headers::DRAFT_11.and(Headers::GITHUB)` | `draft-11, github` | the fields of both | as `GITHUB` |
 /// | [`NONE`](Self::NONE) | | none | |
 ///
 /// A denial that may be retried has `Retry-After` with any setting. The fields are explained in
@@ -39,8 +39,8 @@ use crate::store::rest_of_window;
 ///
 /// They describe one policy, for clients that do not read the `RateLimit` field: its limit, the remaining units, and the
 /// time at which the whole limit is available again. The styles look similar, but `Reset` has different meanings. Choose the
-/// style that your clients read. A client that reads seconds as a Unix time never waits; one that reads a Unix time as seconds
-/// waits for decades. `Reset` is rounded up. A Unix time is that of this server's clock: a client
+/// style that your clients read. A client that reads seconds as a Unix time never waits; with the opposite mistake it waits
+/// for decades. `Reset` is rounded up. A Unix time is that of this server's clock: a client
 /// with a different clock waits too long or too short.
 ///
 /// - `Limit` is the [capacity](Decision::capacity) of the policy, so that `Remaining` never exceeds
@@ -94,8 +94,8 @@ impl Headers {
         }
     }
 
-    /// Adds the fields of `other`. A response has one style of [legacy fields](#legacy-fields): that of `other` replaces
-    /// that of `self`.
+    /// Adds the fields of `other`. The [legacy fields](#legacy-fields) of `other` replace other ones, since a response has one
+    /// style.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self {

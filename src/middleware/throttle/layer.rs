@@ -80,7 +80,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///
 /// # Naming the type
 ///
-/// `E` is the error that the layer adds to those of the inner service: none, or a boxed one with a
+/// `E` is the error that the layer adds to the errors of the inner service: none, or a boxed one with a
 /// [`max_wait`](Self::max_wait), so `ThrottleLayer<BoxError>`.
 pub struct ThrottleLayer<E = Infallible> {
     settings: ThrottleSettings,
