@@ -87,7 +87,7 @@ fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
         group.bench_function(name, |bencher| bencher.iter(|| caller.step()));
         let verdicts = caller.step();
         assert_eq!(verdicts.granted, 1, "{name}");
-        let charged = i64::from(limit) - verdicts.first().remaining;
+        let charged = i64::from(limit) - verdicts.each[0].remaining;
         assert!(
             charged > 1,
             "{name} has forgotten all charges before the last"

@@ -769,7 +769,7 @@ impl<S: Store> Limiter<S> {
         match &self.limits {
             Limits::Given(policies) => Cow::Borrowed(policies),
             Limits::Selected(selector) => match selector.find(key, Some(key)) {
-                Some(policies) => policies,
+                Some(policies) => Cow::Owned(policies),
                 None => Cow::Borrowed(Policies::exempt()),
             },
         }
@@ -784,7 +784,10 @@ impl<S: Store> Limiter<S> {
         let reported = self.reported(&check);
         let answer = match self.without_store(&check) {
             Some(decision) => Answer::ready(Ok(decision)),
-            None => self.notifier.send(&self.store, check),
+            None => {
+                self.notifier.examine_lease(&self.store, &check);
+                self.store.check(check)
+            }
         };
         async move {
             let answer = answer.await;

@@ -1,6 +1,5 @@
 //! Layers of several keys: a request passes if all keys allow it.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -8,8 +7,8 @@ use tokio::time::Instant;
 
 use super::shadows::Shadows;
 use super::{
-    Admission, Admitted, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnMissingKey,
-    Pending, PolicySelector, Refusal, Selector, denial,
+    Admission, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnMissingKey, Pending,
+    PolicySelector, Refusal, Selector, denial,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::held_slots::JointSlots;
@@ -143,13 +142,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         first: Result<Key, MissingKey>,
-        selected: Option<Cow<'_, Policies>>,
+        selected: Option<Policies>,
     ) -> Admission<S::Future> {
         let parts = match self.parts(request, first, selected) {
             Ok(parts) => parts,
             Err(missing) => {
                 self.notifier.uncounted(missing.reason(), false);
-                return Admission::Decided(Err(Refusal::MissingKey(missing)));
+                return Admission::Refused(Refusal::MissingKey(missing));
             }
         };
         if let Some((key, policies)) = &parts.blocked {
@@ -159,7 +158,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             [] => self.without_parts(request, &parts),
             // Only the first key is left: the plain path. The denials of another one are no strikes.
             [(key, policies)] if parts.has_first => {
-                self.admit_under(request, Ok(*key), Some(Cow::Borrowed(policies)))
+                self.admit_under(request, Ok(*key), Some(policies.clone()))
             }
             _ => match self.joint(request, &parts) {
                 Ok(joint) => self.send_joint(request, joint, &parts),
@@ -187,7 +186,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         first: Result<Key, MissingKey>,
-        selected: Option<Cow<'_, Policies>>,
+        selected: Option<Policies>,
     ) -> Result<JointParts, MissingKey> {
         let mut parts = JointParts {
             caller: first.as_ref().ok().copied(),
@@ -207,7 +206,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         parts: &mut JointParts,
         key: Result<Key, MissingKey>,
-        selected: Option<Cow<'_, Policies>>,
+        selected: Option<Policies>,
     ) -> Result<(), MissingKey> {
         let Some(selected) = selected else {
             return Ok(());
@@ -215,13 +214,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if selected.are_blocked() {
             // Also without a key, which may be optional.
             let key = key.unwrap_or(Key::GLOBAL);
-            parts.blocked.get_or_insert((key, selected.into_owned()));
+            parts.blocked.get_or_insert((key, selected));
             return Ok(());
         }
         match key {
             Ok(key) => {
                 if let Some(policies) = self.countable(selected) {
-                    parts.each.push((key, policies.into_owned()));
+                    parts.each.push((key, policies));
                 }
             }
             Err(missing) => {
@@ -280,7 +279,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // Before the check is sent: a request that is dropped before the reply must release its slots.
         let question = self.joint_question(joint.clone(), parts, id);
         match self.notifier.send_all(&self.store, joint).into_ready() {
-            Ok(answer) => Admission::Decided(self.conclude_joint(request, question, answer)),
+            Ok(answer) => self.conclude_joint(request, question, answer),
             Err(future) => Admission::Undecided(Pending::Joint {
                 future,
                 question: Some(Box::new(question)),
@@ -302,7 +301,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             self.notifier.answered(key, 0, None, &answer, false);
         }
         if !self.settings.on_error.passes_undecided() {
-            return Admission::Decided(Err(Refusal::Unavailable(error)));
+            return Admission::Refused(Refusal::Unavailable(error));
         }
         self.notifier.uncounted(UncountedReason::Failed, true);
         self.uncounted(request, parts.caller)
@@ -314,7 +313,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         question: JointQuestion,
         answer: Result<JointDecision, StoreError>,
-    ) -> Admitted<S::Future> {
+    ) -> Admission<S::Future> {
         let JointQuestion {
             joint,
             since,
@@ -335,10 +334,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 {
                     blocking.denied(request, joint.first().key(), first, &self.ops);
                 }
-                return Err(Refusal::Denied(denied.into_decision()));
+                return Admission::Refused(Refusal::Denied(denied.into_decision()));
             }
             Err(error) if !self.settings.on_error.passes_undecided() => {
-                return Err(Refusal::Unavailable(error));
+                return Admission::Refused(Refusal::Unavailable(error));
             }
             Err(_) => {
                 self.notifier.uncounted(UncountedReason::Failed, true);
@@ -361,9 +360,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if let Some(caller) = caller
             && self.has_shadows()
         {
-            grant.try_shadows(self, request, caller, id);
+            grant.shadows = Some(self.try_shadows(request, grant.charge.as_ref(), caller, id));
         }
-        Ok(grant)
+        Admission::Granted(grant)
     }
 
     /// Admits any request, and checks all of its keys in a dry run.
@@ -376,7 +375,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // A dry run rejects nothing.
         let parts = self.parts(request, first, selected).unwrap_or_default();
         if let Some((key, policies)) = &parts.blocked {
-            let check = self.check(*key, policies, request, None);
+            let check = self.check(*key, policies.clone(), request, None);
             let denied = denial(&check, None, self.settings.forbids_blocked);
             self.notifier
                 .answered(key, check.cost(), None, &Ok(denied), true);
@@ -407,7 +406,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             shadows.try_each(self, request, caller, id);
         }
         grant.shadows = Some(Box::new(shadows));
-        Admission::Decided(Ok(grant))
+        Admission::Granted(grant)
     }
 }
 

@@ -23,7 +23,7 @@
 //!
 //! The tests use it through the layers: `tests/layer`, `tests/policies`, `tests/calls`, `tests/waiting` and the other features.
 //!
-//! **Dry runs and shadows** never reject. [`Grant::try_shadows`] sends their checks after the
+//! **Dry runs and shadows** never reject. [`Gate::try_shadows`] sends their checks after the
 //! request is admitted. The checks run concurrently with the inner call, and belong to the grant. A
 //! shadow is checked in addition to the enforced policies, under a separate key. In a dry run the
 //! layer's own policies are checked only in this way, under the caller's key.
@@ -38,7 +38,6 @@ mod settings;
 mod shadows;
 pub mod wait;
 
-use std::borrow::Cow;
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -116,13 +115,12 @@ pub(crate) enum Holds {
 
 /// The state of a request's admission.
 pub(crate) enum Admission<D> {
-    Decided(Admitted<D>),
+    /// The request passes, with the resources that it owns.
+    Granted(Grant<D>),
+    Refused(Refusal),
     /// The check is in progress, or the request waits for its turn.
     Undecided(Pending<D>),
 }
-
-/// `Ok` if the request passes, with the resources that it owns. Otherwise the reason.
-pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
 
 /// Why a request does not pass.
 pub(crate) enum Refusal {
@@ -333,10 +331,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         policies: &Policies,
         rest: Option<Duration>,
     ) -> Admission<S::Future> {
-        let check = self.check(key, policies, request, None);
+        let check = self.check(key, policies.clone(), request, None);
         let denied = denial(&check, rest, self.settings.forbids_blocked);
         let question = self.question(&check, None);
-        Admission::Decided(self.deny(&question, denied))
+        self.deny(&question, denied)
     }
 
     /// Sends the check under the policies of a request, if it has any.
@@ -345,7 +343,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         extracted: Result<Key, MissingKey>,
-        selected: Option<Cow<'_, Policies>>,
+        selected: Option<Policies>,
     ) -> Admission<S::Future> {
         let Some(selected) = selected else {
             return self.exempt(request, extracted);
@@ -363,13 +361,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.exempt(request, Ok(key));
         };
         let id = self.id(request);
-        let mut check = self.check(key, &policies, request, id);
+        let mut check = self.check(key, policies, request, id);
         let mut question = self.question(&check, id);
         if let Some((max, queues)) = &self.wait
             && queues.has_queue(&check)
         {
             if id.is_none() {
-                return self.wait_for(request, question, (*max, queues), &policies, None);
+                return self.wait_for(request, question, (*max, queues), check.policies(), None);
             }
             // Only the store knows whether the id repeats an earlier one.
             question.turn = Turn::OnlyIfRepeated;
@@ -379,8 +377,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if question.turn == Turn::OnlyIfRepeated {
             check = check.with_mode(Mode::Peek);
         }
-        match self.notifier.send(&self.store, check) {
-            Answer::Ready { answer } => self.on_reply(request, question, answer),
+        self.notifier.examine_lease(&self.store, &check);
+        match self.store.check(check) {
+            Answer::Ready { answer } => self.on_reply(request, &mut question, answer),
             Answer::Pending { future } => {
                 let question = Some(question);
                 Admission::Undecided(Pending::Asked { future, question })
@@ -412,23 +411,25 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Returns the policies that this layer can count: all, unless it does not see requests end.
     #[inline]
-    fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
+    fn countable(&self, policies: Policies) -> Option<Policies> {
         if self.holds == Holds::Nothing && policies.in_flight().is_some() {
             self.notifier
                 .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
-            return Some(Cow::Owned(policies.without_in_flight()?.clone()));
+            return policies.without_in_flight().cloned();
         }
         Some(policies)
     }
 
-    #[inline]
-    fn check(&self, key: Key, policies: &Policies, request: &R, id: Option<Key>) -> Check {
-        let check = Check::take(key, policies, self.cost(request, policies));
-        match id {
-            Some(id) => check.with_extra(Extra::Id(id)),
-            None if self.settles() => check.without_block(),
-            None => check,
+    #[inline(always)]
+    fn check(&self, key: Key, policies: Policies, request: &R, id: Option<Key>) -> Check {
+        let cost = self.cost(request, &policies);
+        let mut check = Check::take_under(key, policies, cost);
+        if let Some(id) = id {
+            check = check.with_extra(Extra::Id(id));
+        } else if self.settles() {
+            check = check.without_block();
         }
+        check
     }
 
     /// Returns the cost of a request under these policies.
@@ -473,7 +474,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn question(&self, check: &Check, id: Option<Key>) -> Question {
         Question {
             key: *check.key(),
-            id,
+            id: id.map(Box::new),
             cost: check.cost(),
             since: self.since(),
             turn: Turn::Next,
@@ -497,7 +498,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn on_reply(
         &self,
         request: &R,
-        mut question: Question,
+        question: &mut Question,
         answer: Result<Decision, StoreError>,
     ) -> Admission<S::Future> {
         question.pass_to_slot(&answer);
@@ -506,17 +507,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && question.must_queue(decision)
         {
             let policies = decision.policies().whole().clone();
-            // Drop the slot, since the queue takes another one. If a fallback has denied the check
-            // after a lost reply, Redis may have granted the slot: dropping it releases it there.
-            question.slot = None;
             let denied = match question.turn {
                 Turn::Next => answer.ok(),
                 // It was a peek.
                 Turn::OnlyIfRepeated => None,
             };
+            let question = question.without_slot();
             return self.wait_for(request, question, (*max, queues), &policies, denied);
         }
-        Admission::Decided(self.conclude(request, question, None, answer))
+        self.conclude(request, question, None, answer)
     }
 
     /// Puts a request into its queue, or concludes it if the queue refuses it: the queue is full,
@@ -543,9 +542,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 acquire: Box::new(acquire),
                 question: Some(question),
             }),
-            Err(no_permit) => Admission::Decided(
-                self.conclude_without_permit(request, question, policies, no_permit),
-            ),
+            Err(no_permit) => self.conclude_without_permit(request, question, policies, no_permit),
         }
     }
 
@@ -556,22 +553,22 @@ impl<S: Store, R: 'static> Gate<S, R> {
         mut question: Question,
         policies: &Policies,
         permit: Permit,
-    ) -> Admitted<S::Future> {
+    ) -> Admission<S::Future> {
         let Spent {
             decision,
             charge,
             slot,
         } = permit.spend();
         question.slot = slot;
-        if let Some(id) = question.id
+        if let Some(id) = question.id.as_deref()
             && policies.in_flight().is_none()
         {
             // The permit was charged without the id, since any waiter may get it.
             let record = Check::charge(question.key, policies, 0)
-                .with_extra(Extra::Recorded(id, question.cost));
+                .with_extra(Extra::Recorded(*id, question.cost));
             self.ops.put(PendingOp::of_check(record));
         }
-        self.conclude(request, question, Some(charge), Ok(decision))
+        self.conclude(request, &mut question, Some(charge), Ok(decision))
     }
 
     /// Concludes a request that gets no permit.
@@ -581,7 +578,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         mut question: Question,
         policies: &Policies,
         no_permit: NoPermit,
-    ) -> Admitted<S::Future> {
+    ) -> Admission<S::Future> {
         if let NoPermit::Full(denied) = no_permit {
             // The store may allow it, so this is no strike.
             return self.deny(&question, denied);
@@ -592,14 +589,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.pass_to_slot(&answer);
         }
-        self.conclude(request, question, None, answer)
+        self.conclude(request, &mut question, None, answer)
     }
 
     /// Rejects a request that the store has not denied, and notifies the observer.
     #[cold]
-    fn deny(&self, question: &Question, denied: Decision) -> Admitted<S::Future> {
+    fn deny(&self, question: &Question, denied: Decision) -> Admission<S::Future> {
         self.report(question, &Ok(denied.clone()));
-        Err(Refusal::Denied(denied))
+        Admission::Refused(Refusal::Denied(denied))
     }
 
     /// Notifies the observer. By default there is only a log, which needs denials and errors.
@@ -615,25 +612,25 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Admits or rejects by the final decision, and notifies the observer. A request that has waited was `charged` by its
     /// permit.
-    #[inline]
+    #[inline(always)]
     fn conclude(
         &self,
         request: &R,
-        mut question: Question,
+        question: &mut Question,
         charged: Option<Charge>,
         answer: Result<Decision, StoreError>,
-    ) -> Admitted<S::Future> {
-        self.report(&question, &answer);
+    ) -> Admission<S::Future> {
+        self.report(question, &answer);
         let decision = match answer {
             Ok(decision) if decision.is_allowed() => Some(decision),
             Ok(denied) => {
                 if let Some(blocking) = &self.settings.blocking {
                     blocking.denied(request, &question.key, &denied, &self.ops);
                 }
-                return Err(Refusal::Denied(denied));
+                return Admission::Refused(Refusal::Denied(denied));
             }
             Err(error) if !self.settings.on_error.passes_undecided() => {
-                return Err(Refusal::Unavailable(error));
+                return Admission::Refused(Refusal::Unavailable(error));
             }
             Err(_) => {
                 self.notifier.uncounted(UncountedReason::Failed, true);
@@ -643,26 +640,45 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 None
             }
         };
-        let mut grant = Grant {
-            decision,
-            slot: question.slot.take(),
-            charge: None,
-            shadows: None,
-        };
+        let mut slot = question.slot.take();
         // With a charge, the slot is held as long as the charge, which the handler may clone.
-        if self.settles() {
-            let reserved = match &grant.decision {
+        let charge = if self.settles() {
+            let reserved = match &decision {
                 Some(decision) => question.reserved(charged, decision),
                 // Admitted after an error: nothing is reserved.
                 None => None,
             };
-            grant.charge = Some(self.charge(reserved, grant.slot.take()));
-        }
+            Some(self.charge(reserved, slot.take()))
+        } else {
+            None
+        };
         // Last, since the checks of shadows add their charges to that of the request.
-        if self.has_shadows() {
-            grant.try_shadows(self, request, question.key, question.id);
-        }
-        Ok(grant)
+        let shadows = if self.has_shadows() {
+            let id = question.id.as_deref().copied();
+            Some(self.try_shadows(request, charge.as_ref(), question.key, id))
+        } else {
+            None
+        };
+        Admission::Granted(Grant {
+            decision,
+            charge,
+            slot,
+            shadows,
+        })
+    }
+
+    /// Starts the checks of an admitted request that are not enforced.
+    #[cold]
+    fn try_shadows(
+        &self,
+        request: &R,
+        charge: Option<&RequestCost>,
+        key: Key,
+        id: Option<Key>,
+    ) -> Box<Shadows<S::Future>> {
+        let mut shadows = Shadows::new(self, charge);
+        shadows.try_each(self, request, key, id);
+        Box::new(shadows)
     }
 
     #[inline(never)]
@@ -701,7 +717,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if passes {
             self.uncounted(request, None)
         } else {
-            Admission::Decided(Err(Refusal::MissingKey(missing)))
+            Admission::Refused(Refusal::MissingKey(missing))
         }
     }
 
@@ -715,15 +731,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if let Some(key) = key
             && self.has_shadows()
         {
-            grant.try_shadows(self, request, key, self.id(request));
+            let id = self.id(request);
+            grant.shadows = Some(self.try_shadows(request, grant.charge.as_ref(), key, id));
         }
-        Admission::Decided(Ok(grant))
+        Admission::Granted(grant)
     }
 }
 
 impl<R: 'static> Selector<R> {
     pub(crate) fn new(selector: impl PolicySelector<R>) -> Self {
-        // Fixed policies cost a request neither a virtual call nor a clone.
+        // Fixed policies cost a request no virtual call.
         match selector.fixed() {
             Some(policies) => Self::Fixed(policies),
             None => Self::ByRequest(Arc::new(selector)),
@@ -732,10 +749,10 @@ impl<R: 'static> Selector<R> {
 
     /// Returns the policies of this request, like [`PolicySelector::policies`].
     #[inline]
-    pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Cow<'_, Policies>> {
+    pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         match self {
-            Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
-            Self::ByRequest(selector) => Some(Cow::Owned(selector.policies(request, key)?)),
+            Self::Fixed(policies) => Some(policies.clone()),
+            Self::ByRequest(selector) => selector.policies(request, key),
         }
     }
 
@@ -806,8 +823,8 @@ impl<S: fmt::Debug, R> Gate<S, R> {
 /// The key and the cost of a request's check, and the slot that it owns until it is admitted.
 struct Question {
     key: Key,
-    /// The id of the request.
-    id: Option<Key>,
+    /// The id of the request: rare, so it is boxed.
+    id: Option<Box<Key>>,
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
@@ -827,6 +844,17 @@ enum Turn {
 }
 
 impl Question {
+    /// The question of a request that waits. Drops the slot, since the queue takes another one. If a fallback has denied the
+    /// check after a lost reply, Redis may have granted the slot: dropping it releases it there.
+    fn without_slot(&mut self) -> Self {
+        self.slot = None;
+        Self {
+            id: self.id.take(),
+            slot: None,
+            ..*self
+        }
+    }
+
     /// Returns `true` if the request waits after this decision, under a layer with queues.
     #[inline]
     fn must_queue(&self, decision: &Decision) -> bool {
@@ -892,7 +920,7 @@ impl<D> Pending<D> {
         matches!(self, Self::Queued { .. })
     }
 
-    /// Resolves to whether the request passes. `is_ready` polls the service for readiness, once the turn of a request
+    /// Resolves to whether the request passes, or to the next step: to wait in a queue. `is_ready` polls the service for readiness, once the turn of a request
     /// that [waits](Self::is_queued) has come: a turn is not spent before.
     ///
     /// # Errors
@@ -906,7 +934,7 @@ impl<D> Pending<D> {
         gate: &Gate<S, R>,
         request: &R,
         is_ready: impl FnMut(&mut Context<'_>) -> Poll<Result<(), E>>,
-    ) -> Poll<Result<Admitted<D>, E>>
+    ) -> Poll<Result<Admission<D>, E>>
     where
         D: Future<Output = Result<Decision, StoreError>>,
         S: Store<Future = D>,
@@ -914,13 +942,10 @@ impl<D> Pending<D> {
     {
         if let PendingProj::Asked { future, question } = self.as_mut().project() {
             let answer = ready!(future.poll(cx));
-            let Some(question) = question.take() else {
+            let Some(mut question) = question.take() else {
                 polled_after_completion("Pending");
             };
-            match gate.on_reply(request, question, answer) {
-                Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
-                Admission::Undecided(queued) => self.set(queued),
-            }
+            return Poll::Ready(Ok(gate.on_reply(request, &mut question, answer)));
         }
         if let PendingProj::Joint { future, question } = self.as_mut().project() {
             let answer = ready!(Pin::new(future).poll(cx));
@@ -958,24 +983,6 @@ pub(crate) struct Grant<D> {
 }
 
 impl<D> Grant<D> {
-    /// Starts the checks that are not enforced.
-    #[cold]
-    fn try_shadows<S: Store<Future = D>, R: 'static>(
-        &mut self,
-        gate: &Gate<S, R>,
-        request: &R,
-        key: Key,
-        id: Option<Key>,
-    ) {
-        let mut shadows = Shadows::new(gate, self.charge.as_ref());
-        // The dry run of several keys has its own path.
-        if gate.is_dry_run() && gate.others.is_empty() {
-            shadows.try_own(gate, request, key, id);
-        }
-        shadows.try_each(gate, request, key, id);
-        self.shadows = Some(Box::new(shadows));
-    }
-
     /// The decision, for the handler. If the response `reports` it, the grant keeps one.
     #[inline]
     pub(crate) fn show_decision(&mut self, reports: bool) -> Option<Decision> {
@@ -984,6 +991,12 @@ impl<D> Grant<D> {
         } else {
             self.decision.take()
         }
+    }
+
+    /// Drops the decision, which nothing reads.
+    #[inline]
+    pub(crate) fn forget_decision(&mut self) {
+        self.decision = None;
     }
 
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.

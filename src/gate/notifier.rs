@@ -16,7 +16,7 @@ use crate::observe::mistakes::{
     GRPC_OVER_HTTP, NEVER_PASSES, NO_COST, NO_ROUTE, NOT_LEASED, ONE_NAME_TWO_QUOTAS,
 };
 use crate::observe::{Event, Observer, UncountedReason, or_log};
-use crate::store::{Answer, JointFuture, Store};
+use crate::store::{JointFuture, Store};
 use crate::util::{OnceFlag, instant, lock};
 use crate::waiters::{ListedLayer, Waiters};
 
@@ -416,13 +416,12 @@ impl Notifier {
         }
     }
 
-    /// Sends a check. Reports the first one under a leased policy if no block can decide it.
+    /// Reports the first check under a leased policy if no block can decide it. Call it before a check is sent.
     #[inline]
-    pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+    pub(crate) fn examine_lease(&self, store: &impl Store, check: &Check) {
         if check.policies().have_lease() && !self.misconfiguration.sent_leased.is_claimed() {
-            self.examine_lease(store, &check);
+            self.examine_first_lease(store, check);
         }
-        store.check(check)
     }
 
     /// Sends a check of several keys. Reports the first one under a leased policy: no block can decide it.
@@ -433,7 +432,7 @@ impl Notifier {
 
     /// Looks at the first check under a leased policy that costs something.
     #[cold]
-    fn examine_lease(&self, store: &impl Store, check: &Check) {
+    fn examine_first_lease(&self, store: &impl Store, check: &Check) {
         if check.cost() == 0 {
             return;
         }

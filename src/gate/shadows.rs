@@ -84,19 +84,7 @@ impl<D> Shadows<D> {
         }
     }
 
-    /// Starts the dry run of an admitted request's own policies. It uses the caller's own key, so enforcement continues its
-    /// counts.
-    pub(super) fn try_own<S: Store<Future = D>, R: 'static>(
-        &mut self,
-        gate: &Gate<S, R>,
-        request: &R,
-        caller: Key,
-        id: Option<Key>,
-    ) {
-        self.ask(gate, request, (caller, caller, id), &gate.policies);
-    }
-
-    /// Starts the checks of an admitted request under the layer's shadows.
+    /// Starts the checks of an admitted request under its own policies in a dry run, and under the layer's shadows.
     pub(super) fn try_each<S: Store<Future = D>, R: 'static>(
         &mut self,
         gate: &Gate<S, R>,
@@ -104,6 +92,11 @@ impl<D> Shadows<D> {
         caller: Key,
         id: Option<Key>,
     ) {
+        // The dry run of several keys has its own path.
+        if gate.is_dry_run() && gate.others.is_empty() {
+            // The caller's own key, so that enforcement continues its counts.
+            self.ask(gate, request, (caller, caller, id), &gate.policies);
+        }
         // A separate key: the policy of a shadow may share a name with an enforced one, whose count it must not change.
         let counted_by = Key::tuple(&[caller, Key::SHADOW]);
         for selector in &gate.settings.shadows {
@@ -125,7 +118,8 @@ impl<D> Shadows<D> {
         let Some(policies) = gate.countable(selected) else {
             return;
         };
-        let check = gate.check(counted_by, &policies, request, id);
+        let is_blocked = policies.are_blocked();
+        let check = gate.check(counted_by, policies, request, id);
         // Only a dry run: a shadow is no limit, so its cost is not what the request has reserved.
         if let Some(charge) = &self.reporter.charge
             && counted_by == caller
@@ -134,11 +128,12 @@ impl<D> Shadows<D> {
         }
         let mut question = gate.question(&check, id);
         question.slot = gate.hold(&check);
-        let sent = if policies.are_blocked() {
+        let sent = if is_blocked {
             let forbids = gate.settings.forbids_blocked;
             Answer::ready(Ok(denial(&check, None, forbids)))
         } else {
-            gate.notifier.send(&gate.store, check)
+            gate.notifier.examine_lease(&gate.store, &check);
+            gate.store.check(check)
         };
         let shadow = match sent {
             Answer::Ready { answer } => {

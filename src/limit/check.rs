@@ -82,6 +82,12 @@ impl Check {
     /// [slot](Self::slot). A clone of the check takes the same slot.
     #[inline]
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::take_under(key, policies.clone(), cost)
+    }
+
+    /// As [`take`](Self::take), with a list of its own.
+    #[inline]
+    pub(crate) fn take_under(key: Key, policies: Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
 
@@ -113,17 +119,17 @@ impl Check {
         } else {
             0
         };
-        Self::new(key, policies, Mode::TakeAhead, cost).with_extra(Extra::Within(within))
+        Self::new(key, policies.clone(), Mode::TakeAhead, cost).with_extra(Extra::Within(within))
     }
 
     /// Takes as much of `cost` as the policies allow; [`Decision::granted`] returns the amount.
     pub fn up_to(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::new(key, policies, Mode::UpTo, cost)
+        Self::new(key, policies.clone(), Mode::UpTo, cost)
     }
 
     /// Decides whether `cost` would be allowed, without charging it.
     pub fn peek(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::new(key, policies, Mode::Peek, cost)
+        Self::new(key, policies.clone(), Mode::Peek, cost)
     }
 
     /// Charges `cost` even beyond the limit, for a cost that is known only afterwards. The debt is
@@ -132,7 +138,7 @@ impl Check {
     /// [`Decision::granted`] returns the smallest amount that a policy has charged, which is also the
     /// most that can be refunded. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::new(key, policies, Mode::Charge, cost)
+        Self::new(key, policies.clone(), Mode::Charge, cost)
     }
 
     /// Refunds `cost` of a charge made just before. Each policy refunds at most what it counts.
@@ -143,13 +149,13 @@ impl Check {
     /// requests [in flight](crate::Policy::in_flight) refunds nothing: see
     /// [`release`](Self::release).
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::new(key, policies, Mode::Refund, cost)
+        Self::new(key, policies.clone(), Mode::Refund, cost)
     }
 
     /// Resets the caller's counts. A later refund of a charge made before the reset is deducted
     /// from newer charges.
     pub fn reset(key: Key, policies: &Policies) -> Self {
-        Self::new(key, policies, Mode::Reset, 0)
+        Self::new(key, policies.clone(), Mode::Reset, 0)
     }
 
     /// Renews the slot of a request [in flight](crate::Policy::in_flight) for the policy's
@@ -161,7 +167,7 @@ impl Check {
     pub fn renew(key: Key, policies: &Policies, slot: SlotId) -> Self {
         Self {
             slot: Some(slot),
-            ..Self::new(key, policies, Mode::Renew, 0)
+            ..Self::new(key, policies.clone(), Mode::Renew, 0)
         }
     }
 
@@ -170,19 +176,19 @@ impl Check {
     pub fn release(key: Key, policies: &Policies, slot: SlotId) -> Self {
         Self {
             slot: Some(slot),
-            ..Self::new(key, policies, Mode::Release, 0)
+            ..Self::new(key, policies.clone(), Mode::Release, 0)
         }
     }
 
     #[inline]
-    fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
+    fn new(key: Key, policies: Policies, mode: Mode, cost: u32) -> Self {
         let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo)
             && policies.in_flight().is_some();
         // Here rather than in the store: a slot is released by its id even if no reply to the take arrives.
         let slot = takes.then(SlotId::unique);
         Self {
             key,
-            policies: policies.clone(),
+            policies,
             mode,
             cost,
             sending: Sending {

@@ -45,7 +45,7 @@ impl<Req: 'static, A> Protocol<Req> for Calls<A> {
     #[inline]
     fn note<D>(&self, _: &Notifier, _: &mut Req, grant: &mut Grant<D>) -> Self::Noted {
         // A request of any type has no place for it, nor has its response.
-        drop(grant.take_decision());
+        grant.forget_decision();
         self.rule.clone()
     }
 

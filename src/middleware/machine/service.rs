@@ -10,7 +10,7 @@ use tower_service::Service;
 
 use super::layer::{Config, ServiceSettings};
 use super::protocol::{Protocol, Serve};
-use crate::gate::{Admission, Admitted, Grant, KeyExtractor, Pending, Refusal};
+use crate::gate::{Admission, Grant, KeyExtractor, Pending, Refusal};
 use crate::middleware::take_ready;
 use crate::settle::RequestCost;
 use crate::store::Store;
@@ -44,7 +44,7 @@ impl<T, S, K, H: 'static, P> Limit<T, S, K, H, P> {
         let (extractor, config) = self.settings.current();
         let (mut head, body) = P::split(request);
         match config.gate.admit(extractor, &head) {
-            Admission::Decided(Ok(mut grant)) => LimitFuture {
+            Admission::Granted(mut grant) => LimitFuture {
                 state: State::Calling {
                     noted: config
                         .protocol
@@ -53,29 +53,22 @@ impl<T, S, K, H: 'static, P> Limit<T, S, K, H, P> {
                     grant,
                 },
             },
-            Admission::Decided(Err(refusal)) => {
-                // It may hold a permit that others wait for.
+            Admission::Refused(refusal) => {
+                // The ready service may hold a permit that others wait for.
                 drop(take_ready(&mut self.inner));
                 LimitFuture {
                     state: State::refused(config, &head, refusal),
                 }
             }
             Admission::Undecided(pending) => {
-                // A request that waits for its turn drops the ready service: it may hold a permit that others wait for.
-                let ready = take_ready(&mut self.inner);
-                let inner = if pending.is_queued() {
-                    self.inner.clone()
-                } else {
-                    ready
-                };
-                let held = Some(HeldRequest {
+                let held = HeldRequest {
                     config: Arc::clone(config),
-                    inner,
+                    inner: take_ready(&mut self.inner),
                     head,
                     body,
-                });
+                };
                 LimitFuture {
-                    state: State::Undecided { pending, held },
+                    state: State::undecided(pending, held),
                 }
             }
         }
@@ -173,12 +166,12 @@ struct HeldRequest<T, S, P: Protocol<Req>, Req> {
 
 impl<T, S, P, Req> State<T, S, P, Req>
 where
-    T: Service<Req>,
+    T: Service<Req> + Clone,
     S: Store,
     P: Serve<T, Req>,
 {
     #[inline]
-    fn decided(request: HeldRequest<T, S, P, Req>, admitted: Admitted<S::Future>) -> Self {
+    fn of(admission: Admission<S::Future>, request: HeldRequest<T, S, P, Req>) -> Self {
         let HeldRequest {
             config,
             mut inner,
@@ -186,13 +179,22 @@ where
             body,
         } = request;
         let notifier = &config.gate.notifier;
-        match admitted {
-            Ok(mut grant) => Self::Calling {
+        match admission {
+            Admission::Granted(mut grant) => Self::Calling {
                 noted: config.protocol.note(notifier, &mut head, &mut grant),
                 response: inner.call(P::join(head, body)),
                 grant,
             },
-            Err(refusal) => Self::refused(&config, &head, refusal),
+            Admission::Refused(refusal) => Self::refused(&config, &head, refusal),
+            Admission::Undecided(pending) => {
+                let held = HeldRequest {
+                    config,
+                    inner,
+                    head,
+                    body,
+                };
+                Self::undecided(pending, held)
+            }
         }
     }
 
@@ -200,6 +202,18 @@ where
         Self::Answered {
             result: Some(config.protocol.refuse(&config.gate.notifier, head, refusal)),
             grant: Grant::default(),
+        }
+    }
+
+    #[inline]
+    fn undecided(pending: Pending<S::Future>, mut request: HeldRequest<T, S, P, Req>) -> Self {
+        if pending.is_queued() {
+            // The ready service may hold a permit that others wait for, as of a concurrency limit: drop it.
+            request.inner = request.inner.clone();
+        }
+        Self::Undecided {
+            pending,
+            held: Some(request),
         }
     }
 }
@@ -219,7 +233,7 @@ where
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
-                StateProj::Undecided { mut pending, held } => {
+                StateProj::Undecided { pending, held } => {
                     let Some(request) = held else {
                         polled_after_completion(name);
                     };
@@ -229,22 +243,13 @@ where
                         head,
                         ..
                     } = request;
-                    let was_ready = !pending.is_queued();
-                    let polled = pending
-                        .as_mut()
-                        .poll(cx, &config.gate, head, |cx| inner.poll_ready(cx));
-                    // A turn that has come already has found the service ready: keep that.
-                    if polled.is_pending() && was_ready && pending.is_queued() {
-                        // The ready service may hold a permit that others wait for, as of a concurrency limit: drop it.
-                        *inner = inner.clone();
-                        continue;
-                    }
-                    let admitted = ready!(polled).map_err(P::error)?;
+                    let polled = pending.poll(cx, &config.gate, head, |cx| inner.poll_ready(cx));
+                    let admission = ready!(polled).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
-                    let Some(decided) = held.take() else {
+                    let Some(request) = held.take() else {
                         polled_after_completion(name);
                     };
-                    State::decided(decided, admitted)
+                    State::of(admission, request)
                 }
                 StateProj::Calling {
                     response,

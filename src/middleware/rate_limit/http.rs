@@ -95,8 +95,7 @@ impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
                 notifier.counted_twice(&outer, inner);
             }
         } else if !is_annotated {
-            // Nothing reads it.
-            drop(grant.take_decision());
+            grant.forget_decision();
         }
         Noted {
             answer: self.answer,

@@ -560,7 +560,7 @@ impl<'a> Search<'a> {
     }
 
     fn of(self, selector: &Selector) -> Option<Policies> {
-        Some(selector.find(self.request, self.key)?.into_owned())
+        selector.find(self.request, self.key)
     }
 }
 

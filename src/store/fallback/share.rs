@@ -207,9 +207,9 @@ mod tests {
                 let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
                 for _ in 0..20 {
                     let cost = rng.u32(1..=quota.capacity());
-                    let verdict = *Check::up_to(Key::GLOBAL, &policies, cost)
+                    let verdict = Check::up_to(Key::GLOBAL, &policies, cost)
                         .decide(&mut state, now)
-                        .first();
+                        .each[0];
                     let followed = Snapshot {
                         used: params.capacity - verdict.remaining,
                         until: now + verdict.reset,

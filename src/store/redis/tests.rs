@@ -1470,7 +1470,7 @@ async fn an_id_ends_with_its_month() {
         let in_redis = redis.check(take()).await.unwrap();
         let in_local = local.verdicts(&take(), || at);
         for verdicts in [in_redis.verdicts(), &in_local] {
-            let seen = (verdicts.first().remaining, verdicts.age > 0);
+            let seen = (verdicts.each[0].remaining, verdicts.age > 0);
             assert_eq!(
                 seen,
                 (left, is_repeated),

@@ -294,7 +294,7 @@ fn refunds_keep_each_window_within_limit() {
                     let decision = check.answer(verdicts, Source::Local);
                     if decision.is_allowed() {
                         *kept
-                            .entry(now + decision.verdicts().first().reset)
+                            .entry(now + decision.verdicts().each[0].reset)
                             .or_default() += i64::from(decision.granted());
                         open.push(Reservation {
                             decision,
@@ -306,7 +306,7 @@ fn refunds_keep_each_window_within_limit() {
                     let Reservation { decision, at, .. } =
                         open.swap_remove(rng.usize(..open.len()));
                     let cost = rng.u32(0..=decision.granted());
-                    let end = at + decision.verdicts().first().reset;
+                    let end = at + decision.verdicts().each[0].reset;
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
                     let age = Duration::from_micros((now - at) as u64);
                     if let Some(check) = decision.refund(Key::GLOBAL, cost, age) {
@@ -380,12 +380,12 @@ fn a_refund_reports_what_it_deducts() {
     let mut decide = |check: Check, now| check.decide(&mut state, START + now * SECOND);
     let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
     assert_eq!(decide(take(20), 9).granted, 20);
-    assert_eq!(decide(take(10), 18).first().remaining, 100 - 4 - 10);
+    assert_eq!(decide(take(10), 18).each[0].remaining, 100 - 4 - 10);
     let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
     // A fifth of the remaining 12 in the previous window counts.
-    assert_eq!((refunded.granted, refunded.first().remaining), (18, 97));
+    assert_eq!((refunded.granted, refunded.each[0].remaining), (18, 97));
     let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
-    assert_eq!((refunded.granted, refunded.first().remaining), (12, 100));
+    assert_eq!((refunded.granted, refunded.each[0].remaining), (12, 100));
 }
 
 #[test]

@@ -31,9 +31,9 @@ fn a_backward_clock_locks_no_caller_out() {
             "{policy:?}: a clock gave a fresh start"
         );
         assert!(
-            verdicts.first().wait <= 2_000_000,
+            verdicts.each[0].wait <= 2_000_000,
             "{policy:?}: {:?}",
-            verdicts.first()
+            verdicts.each[0]
         );
         for _ in 0..3 {
             now += 1_000_000;
@@ -68,7 +68,7 @@ fn a_small_step_back_moves_later_charges() {
         }
         let now = START + 998_000;
         for _ in 0..2 {
-            let wait = take(1).decide(&mut state, now).first().wait;
+            let wait = take(1).decide(&mut state, now).each[0].wait;
             assert!(
                 (1..=3_000).contains(&wait),
                 "{strategy:?}: a wait of {wait} us for the first of them"
@@ -77,13 +77,13 @@ fn a_small_step_back_moves_later_charges() {
         // Without the step, only the last millisecond would differ.
         for left in [1000, 999, 500, 100, 2] {
             let at = START + 1_000_000 + (1000 - left) * 1_000;
-            let remaining = take(0).decide(&mut state, at).first().remaining;
+            let remaining = take(0).decide(&mut state, at).each[0].remaining;
             assert!(
                 (1000 - left..=1003 - left).contains(&remaining),
                 "{strategy:?}: {remaining} remain, {left} charged"
             );
         }
-        let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).first().reset);
+        let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).each[0].reset);
         assert!(
             (1_000_000..=1_002_000).contains(&reset),
             "{strategy:?}: fresh after {reset} us"

@@ -30,7 +30,7 @@ fn every_strategy_equals_its_definition() {
                 let before = model.clone();
                 let expected = before.allows(cost.into(), now.into());
                 let verdicts = Check::take(Key::GLOBAL, &policies, cost).decide(&mut state, now);
-                let verdict = *verdicts.first();
+                let verdict = verdicts.each[0];
                 assert_eq!(
                     verdict.wait == 0,
                     expected,

@@ -58,7 +58,7 @@ fn blocks_spent_late_stay_within_quota() {
                 let block = Check::up_to(Key::GLOBAL, &policies, rng.u32(1..=stated.capacity()));
                 let verdicts = block.decide(&mut state, now);
                 let window =
-                    matches!(strategy, Strategy::FixedWindow(_)).then(|| verdicts.first().reset);
+                    matches!(strategy, Strategy::FixedWindow(_)).then(|| verdicts.each[0].reset);
                 let lives = lease.min(window.unwrap_or(lease));
                 // Often use the first or last moment, so that units of two blocks meet.
                 let end = [0, lives - 1][rng.usize(..2)];

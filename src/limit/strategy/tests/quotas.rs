@@ -28,12 +28,12 @@ fn a_changed_limit_is_no_fresh_start() {
             let peek = Check::peek(Key::GLOBAL, &new_policies, 1).decide(&mut state.clone(), now);
             let most = i64::from(new.saturating_sub(old));
             assert!(
-                peek.first().remaining <= most,
+                peek.each[0].remaining <= most,
                 "{strategy:?} {old} to {new}: {peek:?}"
             );
             // A denied check is allowed after the reported wait, by the new limit.
             let all = Check::take(Key::GLOBAL, &new_policies, new);
-            let wait = all.decide(&mut state, now).first().wait;
+            let wait = all.decide(&mut state, now).each[0].wait;
             let later = all.clone().decide(&mut state, now + wait);
             let outcome = all.answer(later, crate::limit::Source::Local).outcome();
             assert_eq!(

@@ -282,7 +282,7 @@ fn takes_are_decided_by_the_returned_level() {
     let verdicts = call.read(&reply).unwrap().map(Result::unwrap);
     let verdicts: Vec<_> = verdicts
         .map(|verdicts| {
-            let first = verdicts.first();
+            let first = verdicts.each[0];
             let granted = (verdicts.granted, verdicts.at);
             (granted, first.remaining, first.wait, first.reset)
         })
@@ -328,7 +328,7 @@ fn times_of_another_quota_follow_the_answers() {
             verdicts
                 .iter()
                 .map(|verdicts| {
-                    let first = verdicts.first();
+                    let first = verdicts.each[0];
                     (verdicts.granted, first.remaining, first.wait, first.reset)
                 })
                 .collect::<Vec<_>>(),
@@ -448,7 +448,7 @@ fn equal_checks_of_a_caller_share_entries() {
         .flat_map(|left| [1, *left, 0, 1]);
     let reply = reply(answers.chain([1_790]));
     let read = call.read(&reply).unwrap().map(Result::unwrap);
-    let left: Vec<i64> = read.map(|verdicts| verdicts.first().remaining).collect();
+    let left: Vec<i64> = read.map(|verdicts| verdicts.each[0].remaining).collect();
     assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
 }
 

@@ -369,7 +369,7 @@ mod tests {
         let wait = |cost| {
             denials
                 .verdicts(&take(cost))
-                .map(|verdicts| verdicts.first().wait == Verdict::NEVER)
+                .map(|verdicts| verdicts.each[0].wait == Verdict::NEVER)
         };
         denials.learn(&take(101), &denied(Verdict::NEVER), instant(), instant());
         assert_eq!(
