@@ -62,6 +62,8 @@ struct TrackedSlot {
     renew_at: Option<Instant>,
     /// Whether a take or a renewal has no reply yet.
     is_unanswered: bool,
+    /// Whether the next renewal is sent soon after the take, which may still be on its way.
+    is_renewed_early: bool,
 }
 
 /// The slot of a request. Dropping it releases the slot.
@@ -114,6 +116,7 @@ impl InFlightTracker {
             policies: policies.clone(),
             renew_at: None,
             is_unanswered: true,
+            is_renewed_early: false,
         };
         let number = lock(&self.0.slots).add(tracked);
         // Exact, since the task ends under the same lock.
@@ -236,6 +239,8 @@ struct Renewal {
     number: u64,
     /// Whether an earlier check of the slot has no reply yet.
     was_unanswered: bool,
+    /// Whether such a check may still be on its way.
+    is_early: bool,
     check: Check,
 }
 
@@ -293,6 +298,7 @@ impl TrackedSlots {
             renewals.push(Renewal {
                 number,
                 was_unanswered: mem::replace(&mut tracked.is_unanswered, true),
+                is_early: mem::take(&mut tracked.is_renewed_early),
                 check: Check::renew(tracked.key, &tracked.policies, tracked.id),
             });
         }
@@ -343,7 +349,9 @@ impl SharedSlots {
 
     /// Renews a slot at the next tick.
     fn renew_now(&self, number: u64) {
-        lock(&self.slots).schedule_at(number, instant());
+        if let Some(tracked) = lock(&self.slots).schedule_at(number, instant()) {
+            tracked.is_renewed_early = true;
+        }
     }
 
     /// Starts the renewal task. Outside a runtime, does one tick of its work directly.
@@ -371,7 +379,8 @@ impl SharedSlots {
             let this = Arc::downgrade(self);
             let op = PendingOp::of_check(renewal.check).then(move |reply| {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
-                    this.on_renewed(renewal.number, renewal.was_unanswered, &decision);
+                    let was_unanswered = renewal.was_unanswered;
+                    this.on_renewed(renewal.number, was_unanswered, renewal.is_early, &decision);
                 }
             });
             self.ops.put(op);
@@ -379,10 +388,11 @@ impl SharedSlots {
         if is_full { BUSY_TICK } else { TICK }
     }
 
-    fn on_renewed(&self, number: u64, was_unanswered: bool, decision: &Decision) {
-        // A fallback's renewal is no reply to earlier checks.
-        let is_local = decision.made_by() != MadeBy::There;
-        let is_unanswered = decision.made_by() == MadeBy::Unsure || is_local && was_unanswered;
+    fn on_renewed(&self, number: u64, was_unanswered: bool, is_early: bool, decision: &Decision) {
+        // A fallback's renewal is no reply to earlier checks, and an early one may overtake them.
+        let answers_earlier = decision.made_by() == MadeBy::There && !is_early;
+        let is_unanswered =
+            decision.made_by() == MadeBy::Unsure || was_unanswered && !answers_earlier;
         self.keep_renewed(number, !is_unanswered);
     }
 }

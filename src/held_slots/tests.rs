@@ -857,3 +857,20 @@ async fn a_request_admitted_after_an_error_counts_soon() {
     sleep(Duration::from_secs(1)).await;
     assert_eq!(store.counted(ann), 0);
 }
+
+/// The take is late: it arrives after the early renewal, and after the end of the request.
+#[tokio::test(start_paused = true)]
+async fn a_late_take_of_a_request_admitted_after_an_error_is_released() {
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
+    let take = Check::take(ann, &policies(), 1);
+    let mut slot = tracker.track(&take).unwrap();
+    slot.on_reply(Err(&StoreError::new(ErrorKind::Timeout)));
+    let slot = slot.admitted_after_error();
+    sleep(Duration::from_millis(600)).await;
+    assert_eq!(store.take_received(), [Mode::Renew]);
+    drop(slot);
+    let _late = decide(&store.shared, take);
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(store.counted(ann), 0);
+}
