@@ -16,6 +16,7 @@ use super::future::ThrottleFuture;
 use crate::gate::{Notifier, OnError, Selector, denial};
 use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
+use crate::observe::UncountedReason;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
 use crate::util::{instant, jittered};
 use crate::wait_queues::{Acquire, NoPermit, Permit, WaitQueues};
@@ -82,6 +83,10 @@ impl ThrottleSettings {
         let since = self.notifier.since();
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
         let take = Check::take(self.key, &policies, 1);
+        if policies.are_blocked() && self.max_wait.is_none() {
+            // Other policies may replace them.
+            return Readiness::pausing();
+        }
         if policies.are_blocked() {
             let denied = denial(&take, None, false);
             let answer = Ok(denied.clone());
@@ -122,7 +127,10 @@ impl ThrottleSettings {
                 let until = denied.retry_after().and_then(later);
                 Readiness::Refused(RateLimited::new(denied).into(), until)
             }
-            Err(_) if self.on_error.passes_undecided() => Readiness::Ready(None),
+            Err(_) if self.on_error.passes_undecided() => {
+                self.notifier.uncounted(UncountedReason::Failed, true);
+                Readiness::Ready(None)
+            }
             Err(error) if is_timed => Readiness::Refused(error.into(), later(PAUSE)),
             Err(_) => Readiness::pausing(),
         }

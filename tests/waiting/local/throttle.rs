@@ -22,6 +22,7 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Mode};
 use tower_redis_ratelimit::observe::{Event, Observer};
 use tower_redis_ratelimit::reject::OnError;
+use tower_redis_ratelimit::select::Live;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 use tower_test::mock;
@@ -531,6 +532,9 @@ async fn an_undecided_permit_is_requested_again() {
                         .unwrap()
                         .push(error.kind().as_str().to_owned());
                 }
+                Event::Uncounted { reason, .. } => {
+                    self.0.lock().unwrap().push(reason.as_str().to_owned());
+                }
                 _ => {}
             }
         }
@@ -563,7 +567,22 @@ async fn an_undecided_permit_is_requested_again() {
 
     store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut lenient = layer.on_error(OnError::Allow).layer(service_fn(ok));
+    log.0.lock().unwrap().clear();
     lenient.ready().await.unwrap().call("").await.unwrap();
+    assert_eq!(*log.0.lock().unwrap(), ["unreachable", "failed"]);
+}
+
+/// No call passes under blocked policies, and the service is ready after others replace them.
+#[tokio::test(start_paused = true)]
+async fn blocked_policies_hold_calls() {
+    let live = Live::new(Policies::blocked());
+    let layer = ThrottleLayer::new(LocalStore::default(), KEY, live.clone());
+    let mut service = layer.layer(service_fn(ok));
+    let ready = tokio::spawn(async move { service.ready().await?.call("").await });
+    sleep(Duration::from_secs(60)).await;
+    assert!(!ready.is_finished());
+    live.replace(policy(Strategy::Gcra, "10/s"));
+    ready.await.unwrap().unwrap();
 }
 
 #[tokio::test(start_paused = true)]
