@@ -8,7 +8,7 @@ use benches::cases::{HEADER, by_address};
 use http::{Request, Response};
 use tower::{Layer, Service, service_fn};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::store::{Store};
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
     Fallback, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy,
 };
