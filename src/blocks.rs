@@ -4,8 +4,9 @@
 //! A shared store sends the changes of this process, and reads the changes of other instances twice a second: see
 //! `store/redis/blocks.rs`.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt;
+use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -76,6 +77,13 @@ pub(crate) enum BlockChangeKind {
     End { was_known: bool },
 }
 
+/// Changes that are being sent. The rest is unsent again when it is dropped.
+#[derive(Debug)]
+pub(crate) struct TakenChanges {
+    blocks: Blocks,
+    changes: VecDeque<BlockChange>,
+}
+
 /// Maximum number of blocks. Beyond it, the block with the earliest end is dropped.
 pub(crate) const MAX: usize = 65_536;
 /// Maximum time of a block: a year.
@@ -142,11 +150,38 @@ impl Blocks {
     }
 
     /// Makes a change, and records it for the other instances.
-    pub(crate) fn change(&self, mut change: BlockChange) {
+    pub(crate) fn change(&self, change: BlockChange) {
+        if let Some(change) = self.apply(change)
+            && let Some(unsent) = &self.0.unsent
+        {
+            lock(unsent).add(change);
+            self.0.changed.notify_one();
+        }
+    }
+
+    /// Makes a change, and takes the unsent changes of its caller, which must be sent.
+    pub(crate) fn change_and_take(&self, change: BlockChange) -> TakenChanges {
+        let mut changes = VecDeque::new();
+        let caller = change.caller.clone();
+        let applied = self.apply(change);
+        if let Some(unsent) = &self.0.unsent {
+            let mut unsent = lock(unsent);
+            if let Some(change) = applied {
+                unsent.add(change);
+            }
+            if let Some(change) = unsent.0.remove(&caller) {
+                change.add_to(caller, &mut changes);
+            }
+        }
+        self.taken(changes)
+    }
+
+    /// Makes a change in this process. Returns it, unless it changes nothing.
+    fn apply(&self, mut change: BlockChange) -> Option<BlockChange> {
         let is_blocked = self.rest_of(&change.caller).is_some();
         match &mut change.kind {
             // The instances that count the last strikes at the same time would each begin the block.
-            BlockChangeKind::Begin(_) if is_blocked => return,
+            BlockChangeKind::Begin(_) if is_blocked => return None,
             BlockChangeKind::End { was_known } => *was_known |= is_blocked,
             BlockChangeKind::Begin(_) | BlockChangeKind::Extend(_) => {}
         }
@@ -159,10 +194,7 @@ impl Blocks {
                 BlockChangeKind::End { .. } => ends.remove(caller),
             }
         });
-        if let Some(unsent) = &self.0.unsent {
-            lock(unsent).add(change);
-            self.0.changed.notify_one();
-        }
+        Some(change)
     }
 
     /// Applies the store's changes, in order: for each caller the end of the block, or `None` if it was ended. Unsent
@@ -193,30 +225,27 @@ impl Blocks {
         self.0.count.store(ends.each.len(), Ordering::Release);
     }
 
-    /// Takes the unsent changes of at most `callers` callers. The changes of one caller are in order.
-    pub(crate) fn take_unsent(&self, callers: usize) -> Vec<BlockChange> {
-        let mut changes = vec![];
-        let Some(unsent) = &self.0.unsent else {
-            return changes;
-        };
-        let mut unsent = lock(unsent);
-        let taken = unsent.0.extract_if(|_, _| true).take(callers);
-        for (caller, UnsentChange { ends, block }) in taken {
-            if let Some(EndOfBlock { was_known }) = ends {
-                changes.push(BlockChange {
-                    caller: caller.clone(),
-                    kind: BlockChangeKind::End { was_known },
-                });
+    /// Takes the unsent changes of at most `callers` callers, which must be sent.
+    pub(crate) fn take_unsent(&self, callers: usize) -> TakenChanges {
+        let mut changes = VecDeque::new();
+        if let Some(unsent) = &self.0.unsent {
+            let mut unsent = lock(unsent);
+            for (caller, change) in unsent.0.extract_if(|_, _| true).take(callers) {
+                change.add_to(caller, &mut changes);
             }
-            if let Some(kind) = block {
-                changes.push(BlockChange { caller, kind });
+            if unsent.0.is_empty() {
+                // It may have held a flood.
+                unsent.0.shrink_to_fit();
             }
         }
-        if unsent.0.is_empty() {
-            // It may have held a flood.
-            unsent.0.shrink_to_fit();
+        self.taken(changes)
+    }
+
+    fn taken(&self, changes: VecDeque<BlockChange>) -> TakenChanges {
+        TakenChanges {
+            blocks: self.clone(),
+            changes,
         }
-        changes
     }
 
     /// Returns `true` if some changes are unsent.
@@ -228,23 +257,46 @@ impl Blocks {
     }
 
     /// Puts unsent changes back, before newer ones.
-    pub(crate) fn put_back(&self, changes: Vec<BlockChange>) {
+    fn put_back(&self, changes: VecDeque<BlockChange>) {
         let Some(unsent) = &self.0.unsent else {
             return;
         };
-        let mut unsent = lock(unsent);
-        let newer = std::mem::take(&mut *unsent);
+        let mut older = UnsentChanges::default();
         for change in changes {
-            unsent.add(change);
+            older.add(change);
         }
-        for (caller, newer) in newer.0 {
-            unsent.0.entry(caller).or_default().merge(newer);
+        let mut unsent = lock(unsent);
+        for (caller, mut change) in older.0 {
+            if let Some(newer) = unsent.0.remove(&caller) {
+                change.merge(newer);
+            }
+            unsent.0.insert(caller, change);
         }
     }
 
     /// Resolves after a change.
     pub(crate) async fn changed(&self) {
         self.0.changed.notified().await;
+    }
+}
+
+impl TakenChanges {
+    /// Returns the next change to send. The changes of one caller are in order.
+    pub(crate) fn next(&self) -> Option<&BlockChange> {
+        self.changes.front()
+    }
+
+    /// Call it when the next change is sent.
+    pub(crate) fn sent(&mut self) {
+        self.changes.pop_front();
+    }
+}
+
+impl Drop for TakenChanges {
+    fn drop(&mut self) {
+        if !self.changes.is_empty() {
+            self.blocks.put_back(mem::take(&mut self.changes));
+        }
     }
 }
 
@@ -327,6 +379,20 @@ impl UnsentChanges {
 }
 
 impl UnsentChange {
+    /// Adds the changes of `caller`, in order.
+    fn add_to(self, caller: BlockedCaller, changes: &mut VecDeque<BlockChange>) {
+        let Self { ends, block } = self;
+        if let Some(EndOfBlock { was_known }) = ends {
+            changes.push_back(BlockChange {
+                caller: caller.clone(),
+                kind: BlockChangeKind::End { was_known },
+            });
+        }
+        if let Some(kind) = block {
+            changes.push_back(BlockChange { caller, kind });
+        }
+    }
+
     /// Adds a newer change.
     fn merge(&mut self, newer: Self) {
         if let Some(mut end) = newer.ends {
@@ -373,6 +439,27 @@ mod tests {
         });
     }
 
+    fn take_all(blocks: &Blocks) -> Vec<BlockChange> {
+        mem::take(&mut blocks.take_unsent(MAX).changes).into()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn changes_that_are_not_sent_stay_unsent() {
+        let blocks = Blocks::shared();
+        block(&blocks, "ann", 5);
+        let caller = caller("api", &Key::new("bob"));
+        let kind = BlockChangeKind::Extend(instant() + Duration::from_secs(7));
+        let mut of_bob = blocks.change_and_take(BlockChange { caller, kind });
+        assert_eq!(of_bob.changes.len(), 1);
+        assert_eq!(take_all(&blocks).len(), 1, "of ann");
+        drop(of_bob);
+        of_bob = blocks.take_unsent(MAX);
+        assert_eq!(of_bob.changes.len(), 1, "a future was dropped");
+        of_bob.sent();
+        drop(of_bob);
+        assert!(!blocks.are_unsent());
+    }
+
     fn rest(blocks: &Blocks, name: &str) -> Option<u64> {
         Some(blocks.rest("api", &Key::new(name))?.as_secs())
     }
@@ -414,7 +501,7 @@ mod tests {
         begin(600);
         begin(900);
         assert_eq!(rest(&blocks, "ann"), Some(600));
-        assert_eq!(blocks.take_unsent(MAX).len(), 1);
+        assert_eq!(take_all(&blocks).len(), 1);
     }
 
     #[tokio::test(start_paused = true)]
@@ -432,14 +519,14 @@ mod tests {
             (rest(&blocks, "ann"), rest(&blocks, "bob")),
             (Some(600), Some(5))
         );
-        let sent = blocks.take_unsent(MAX);
+        let sent = take_all(&blocks);
         blocks.learn(&[(named("ann"), None), (named("bob"), after(3))]);
         assert_eq!(
             (rest(&blocks, "ann"), rest(&blocks, "bob")),
             (None, Some(3))
         );
-        blocks.put_back(sent.clone());
-        assert_eq!(blocks.take_unsent(MAX), sent);
+        blocks.put_back(sent.clone().into());
+        assert_eq!(take_all(&blocks), sent);
 
         let end = || BlockChange {
             caller: named("bob"),
@@ -451,11 +538,11 @@ mod tests {
         block(&blocks, "bob", 7);
         blocks.learn(&[(named("bob"), after(9))]);
         assert_eq!(rest(&blocks, "bob"), Some(7), "the end is sent first");
-        let older = blocks.take_unsent(MAX);
+        let older = take_all(&blocks);
         assert_eq!(older[0], end());
         block(&blocks, "bob", 70);
-        blocks.put_back(older);
-        let sent = blocks.take_unsent(MAX);
+        blocks.put_back(older.into());
+        let sent = take_all(&blocks);
         let longer = BlockChangeKind::Extend(instant() + Duration::from_secs(70));
         assert_eq!((sent.len(), &sent[0], sent[1].kind), (2, &end(), longer));
     }
@@ -469,7 +556,7 @@ mod tests {
             block(&blocks, &number.to_string(), 500 + number as u64 % 100);
             block(&blocks, "bob", 600 + number as u64 % 100);
         }
-        let unsent = blocks.take_unsent(MAX);
+        let unsent = take_all(&blocks);
         assert!(unsent.len() <= 2 * MAX);
         for name in ["ann", "bob"] {
             let of_name = unsent

@@ -335,11 +335,17 @@ impl<S: Store> Limiter<S> {
                  `.block_after(..)` to each that must deny the caller{UNENFORCED_BLOCK}"
             ));
         }
-        if let Some(blocks) = blocks {
+        let sent = blocks.map(|blocks| {
             let caller = blocks::caller(self.policies(&key)[0].name(), &key);
-            blocks.change(BlockChange { caller, kind });
+            let changes = blocks.change_and_take(BlockChange { caller, kind });
+            self.store.backend().send_blocks(changes)
+        });
+        async move {
+            match sent {
+                Some(sent) => sent.await,
+                None => Ok(()),
+            }
         }
-        self.store.backend().send_blocks()
     }
 
     /// Returns the decision on a check that the store need not decide: its caller is exempt or blocked.

@@ -39,7 +39,7 @@ pub(crate) use self::leasable::is_leasable;
 
 use self::future::LeasedFuture;
 use self::inner::SharedLeases;
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, TakenChanges};
 use crate::limit::{Check, Decision, JointCheck, Key};
 use crate::observe::{Observer, shared_observer};
 use crate::store::{
@@ -233,8 +233,8 @@ impl<S: Store> Hooks for Leased<S> {
         self.inner.store.backend().sync_blocks();
     }
 
-    fn send_blocks(&self) -> BlocksSent {
-        self.inner.store.backend().send_blocks()
+    fn send_blocks(&self, changes: TakenChanges) -> BlocksSent {
+        self.inner.store.backend().send_blocks(changes)
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Health, Waiters};
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, TakenChanges};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
@@ -73,8 +73,8 @@ pub(crate) trait Hooks {
     /// Starts the task that shares the [blocks](Self::blocks) with the other instances, unless it runs.
     fn sync_blocks(&self) {}
 
-    /// Sends the changes of the [blocks](Self::blocks) now.
-    fn send_blocks(&self) -> BlocksSent {
+    /// Sends changes of the [blocks](Self::blocks).
+    fn send_blocks(&self, _changes: TakenChanges) -> BlocksSent {
         Box::pin(ready(Ok(())))
     }
 
@@ -244,8 +244,8 @@ impl<'a, F> Backend<'a, F> {
     }
 
     /// See [`Hooks::send_blocks`].
-    pub(crate) fn send_blocks(self) -> BlocksSent {
-        self.hooks.send_blocks()
+    pub(crate) fn send_blocks(self, changes: TakenChanges) -> BlocksSent {
+        self.hooks.send_blocks(changes)
     }
 
     /// See [`Hooks::server`].
@@ -394,7 +394,7 @@ mod tests {
             lock(&self.0).push("sync");
         }
 
-        fn send_blocks(&self) -> BlocksSent {
+        fn send_blocks(&self, _changes: TakenChanges) -> BlocksSent {
             lock(&self.0).push("send");
             Box::pin(ready(Ok(())))
         }
@@ -449,7 +449,7 @@ mod tests {
         backend.observe(&(Arc::new(()) as Arc<dyn Observer>));
         drop(backend.blocks());
         backend.sync_blocks();
-        drop(backend.send_blocks());
+        drop(backend.send_blocks(Blocks::local().take_unsent(1)));
         assert_eq!(
             std::mem::take(&mut *lock(&hooked.0)),
             ["warm", "observe", "blocks", "sync", "send"]

@@ -72,7 +72,7 @@ use super::{
     Store, StoreError, Unreconciled, Waiters, Withdraw, flush, joint::together, probe,
 };
 use crate::background::TaskOwner;
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, TakenChanges};
 use crate::error::ConfigError;
 use crate::limit::{Check, Decision, JointCheck, Key};
 use crate::observe::{Event, shared_observer};
@@ -438,8 +438,8 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
         self.partitions[0].primary.backend().sync_blocks();
     }
 
-    fn send_blocks(&self) -> BlocksSent {
-        self.partitions[0].primary.backend().send_blocks()
+    fn send_blocks(&self, changes: TakenChanges) -> BlocksSent {
+        self.partitions[0].primary.backend().send_blocks(changes)
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout};
 use super::script::{BLOCK, BLOCKS, KeyCall};
 use super::worker::SharedStore;
 use crate::background::Task;
-use crate::blocks::{BlockChange, BlockChangeKind, BlockedCaller, MAX};
+use crate::blocks::{BlockChange, BlockChangeKind, BlockedCaller, MAX, TakenChanges};
 use crate::error::{ErrorKind, StoreError};
 use crate::util::instant;
 
@@ -46,19 +46,14 @@ impl SharedStore {
         }
     }
 
-    /// Sends the changes of at most `callers` callers by this process. After an error, keeps the rest for the next attempt.
+    /// Sends changes by this process, in order. After an error, the rest is unsent again.
     pub(super) async fn send_block_changes(
         self: &Arc<Self>,
-        callers: usize,
+        mut changes: TakenChanges,
     ) -> Result<(), StoreError> {
-        let mut unsent = self.blocks.take_unsent(callers).into_iter();
-        while let Some(change) = unsent.next() {
-            if let Err(error) = self.send_change(&change).await {
-                let mut rest = vec![change];
-                rest.extend(unsent);
-                self.blocks.put_back(rest);
-                return Err(error);
-            }
+        while let Some(change) = changes.next() {
+            self.send_change(change).await?;
+            changes.sent();
         }
         Ok(())
     }
@@ -176,7 +171,9 @@ async fn run(store: Weak<SharedStore>, _task: Task) {
     loop {
         let Some(inner) = store.upgrade() else { return };
         let outcome = async {
-            inner.send_block_changes(MAX_SENT).await?;
+            inner
+                .send_block_changes(inner.blocks.take_unsent(MAX_SENT))
+                .await?;
             inner.read_blocks(&mut since).await
         };
         match outcome.await {

@@ -26,7 +26,7 @@ use super::queues::{
 };
 use super::task::Worker;
 use crate::background::TaskOwner;
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, TakenChanges};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, JointCheck, JointDecision, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
@@ -214,9 +214,9 @@ impl Hooks for RedisStore {
         self.inner.sync_blocks();
     }
 
-    fn send_blocks(&self) -> BlocksSent {
+    fn send_blocks(&self, changes: TakenChanges) -> BlocksSent {
         let inner = Arc::clone(&self.inner);
-        Box::pin(async move { inner.send_block_changes(usize::MAX).await })
+        Box::pin(async move { inner.send_block_changes(changes).await })
     }
 
     fn server(&self, key: &Key) -> Option<String> {
