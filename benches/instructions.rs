@@ -2,6 +2,10 @@
 //!
 //! Instructions per request through the whole middleware without Redis, with `tower_governor` beside it, counted by Valgrind's
 //! `callgrind`, which must be installed. They include those that make the request and drop the response. `-- TEXT...` counts only in the cases whose name contains one of the texts.
+//!
+//! `FILES=1 cargo bench --profile dev -p benches --bench instructions -- TEXT...` lists the files of `src` with lines that each
+//! request runs, over a `RedisStore` too. A file of which a request runs only getters, conversions and calls of other files is
+//! not counted ([`PASSING`]). The profile `dev` inlines nothing, and has the lines.
 
 #![allow(
     missing_docs,
@@ -10,8 +14,10 @@
     reason = "a benchmark fails by panicking"
 )]
 
-use std::env;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 use std::process::Command;
+use std::{env, fs, mem};
 
 use benches::cases::{self, Case, Servers, Subject};
 use benches::meter::Amount;
@@ -23,28 +29,63 @@ const MORE: u64 = 11_000;
 /// Set in the process that Valgrind runs: the number of requests.
 const REQUESTS: &str = "INSTRUCTIONS_REQUESTS";
 
+/// The files that only pass a plain request on.
+const PASSING: &[&str] = &[
+    "gate/extract.rs",
+    "gate/settings.rs",
+    "lib.rs",
+    "limit/policy.rs",
+    "limit/quota.rs",
+    "limit/strategy/mod.rs",
+    "limit/strategy/params.rs",
+    "limit/strategy/writer.rs",
+    "middleware/mod.rs",
+    "middleware/rate_limit/service.rs",
+    "observe/misses.rs",
+    "store/mod.rs",
+    "store/redis/link/errors.rs",
+    "store/redis/script/mod.rs",
+    "store/redis/script/wire.rs",
+    "store/redis/topology/mod.rs",
+    "store/redis/topology/node.rs",
+    "store/redis/worker/clock.rs",
+    "store/redis/worker/cluster.rs",
+    "util/copies.rs",
+    "util/mod.rs",
+];
+
+/// Instructions by the file of their line, if it is known.
+type Files = BTreeMap<String, u64>;
+
 fn main() {
     let texts: Vec<String> = env::args()
         .skip(1)
         .filter(|arg| !arg.starts_with("--"))
         .collect();
+    let lists_files = env::var_os("FILES").is_some();
     let cases = cases::named(&texts);
-    let local = |case: &Case| {
-        matches!(
-            case.0,
-            Subject::Local(..) | Subject::LocalUnread(..) | Subject::Governor(..)
-        )
+    let is_counted = |case: &Case| match case.0 {
+        Subject::Local(..) | Subject::LocalUnread(..) | Subject::Governor(..) => true,
+        Subject::Redis(..) => lists_files,
+        _ => false,
     };
-    let cases: Vec<Case> = cases.into_iter().filter(local).collect();
+    let cases: Vec<Case> = cases.into_iter().filter(is_counted).collect();
     if let Ok(requests) = env::var(REQUESTS) {
         assert_eq!(cases.len(), 1, "{texts:?}");
         return run(cases[0], requests.parse().unwrap());
     }
     for case in cases {
         let name = case.full_name();
-        let more = instructions(&name, MORE);
+        let mut rest = instructions(&name, MORE);
         let few = instructions(&name, FEW);
-        println!("{name}: {}", (more - few) / (MORE - FEW));
+        for (file, count) in &mut rest {
+            *count = count.saturating_sub(few.get(file).copied().unwrap_or(0));
+        }
+        if lists_files {
+            print_files(&name, &rest);
+        } else {
+            println!("{name}: {}", rest.values().sum::<u64>() / (MORE - FEW));
+        }
     }
 }
 
@@ -58,9 +99,11 @@ fn run(case: Case, requests: u64) {
 }
 
 /// Returns the instructions of a process that sends this number of requests.
-fn instructions(case: &str, requests: u64) -> u64 {
+fn instructions(case: &str, requests: u64) -> Files {
+    let out = tempfile::NamedTempFile::new().unwrap();
     let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .arg("--tool=callgrind")
+        .arg(format!("--callgrind-out-file={}", out.path().display()))
         .arg(env::current_exe().unwrap())
         .arg(case)
         .env(REQUESTS, requests.to_string())
@@ -68,7 +111,66 @@ fn instructions(case: &str, requests: u64) -> u64 {
         .expect("valgrind is installed");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}");
-    let line = text.lines().find(|line| line.contains("Collected"));
-    let count = line.and_then(|line| line.rsplit(' ').next()).expect(&text);
-    count.parse().expect(&text)
+    by_file(&fs::read_to_string(out.path()).unwrap())
+}
+
+/// Reads a file of callgrind: lines of costs, below the file whose lines they are of.
+fn by_file(profile: &str) -> Files {
+    let mut names = HashMap::new();
+    let mut files = Files::new();
+    let mut file = String::new();
+    let mut is_call = false;
+    for line in profile.lines() {
+        match line.split_once('=') {
+            Some((key @ ("fl" | "fi" | "fe" | "cfi" | "cfl"), name)) => {
+                // `(7) src/lib.rs` names a file, which `(7)` repeats.
+                let (id, name) = name.split_once(' ').unwrap_or((name, ""));
+                if !name.is_empty() {
+                    names.insert(id, name);
+                }
+                if key.starts_with('f') {
+                    file = names[id].to_owned();
+                }
+            }
+            Some(("calls", _)) => is_call = true,
+            None if line.starts_with(|c: char| c.is_ascii_digit() || "+-*".contains(c)) => {
+                // The line after that of a call has the costs of the called function, which are in its own lines too.
+                let is_of_callee = mem::take(&mut is_call);
+                if !is_of_callee {
+                    let cost = line.rsplit(' ').next().expect(line);
+                    *files.entry(file.clone()).or_default() += cost.parse::<u64>().expect(line);
+                }
+            }
+            _ => {}
+        }
+    }
+    files
+}
+
+/// Prints the files of which each of the further requests has run an instruction.
+fn print_files(case: &str, rest: &Files) {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("src");
+    let mut counted = vec![];
+    let mut passing = vec![];
+    for (file, count) in rest {
+        let count = count / (MORE - FEW);
+        if let Ok(file) = Path::new(file).strip_prefix(&src)
+            && count > 0
+        {
+            let file = file.to_str().unwrap();
+            let is_passing = PASSING.contains(&file);
+            let list = if is_passing {
+                &mut passing
+            } else {
+                &mut counted
+            };
+            list.push(format!("{file} ({count})"));
+        }
+    }
+    println!("{case}: {} files: {}", counted.len(), counted.join(", "));
+    println!(
+        "  and {} that pass it on: {}",
+        passing.len(),
+        passing.join(", ")
+    );
 }
