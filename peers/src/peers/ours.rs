@@ -1,6 +1,5 @@
 //! This crate.
 
-use std::num::NonZeroU32;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -31,13 +30,12 @@ impl Peer for WithFallback {
     }
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
-        let instances = NonZeroU32::new(setup.instances).unwrap();
         // The store's own timeout is longer, as it is by default.
         let redis = redis(setup, setup.deadline * 5 / 2);
         let store = Fallback::builder(redis, LocalStore::default())
             .deadline(setup.deadline)
             .unwrap()
-            .share(instances)
+            .share(setup.instances)
             .build();
         Layered(service(store, header(), setup), by_header)
     }
