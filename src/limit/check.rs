@@ -85,7 +85,7 @@ impl Check {
         Self::take_under(key, policies.clone(), cost)
     }
 
-    /// As [`take`](Self::take), with a list of its own.
+    /// As [`take`](Self::take), without a clone of the list.
     #[inline]
     pub(crate) fn take_under(key: Key, policies: Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
