@@ -920,8 +920,8 @@ impl<D> Pending<D> {
         matches!(self, Self::Queued { .. })
     }
 
-    /// Resolves to whether the request passes, or to the next step: to wait in a queue. `is_ready` polls the service for readiness, once the turn of a request
-    /// that [waits](Self::is_queued) has come: a turn is not spent before.
+    /// Resolves to whether the request passes, or has to wait for its turn. `is_ready` polls the service for readiness,
+    /// once the turn of a request that [waits](Self::is_queued) has come: a turn is not spent before.
     ///
     /// # Errors
     ///
