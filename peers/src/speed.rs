@@ -95,10 +95,10 @@ pub async fn measure(
         let (right, wrong) = (Arc::clone(&right), Arc::clone(&wrong));
         async move {
             let mut counts = [0, 0];
-            while meter.goes_on() {
+            while meter.should_continue() {
                 let answer = instance.ask(caller(what, &mut meter.rng)).await;
                 counts[usize::from(answer != what.answer())] += 1;
-                meter.done();
+                meter.record();
                 // Where nothing waits, tasks take turns as requests would.
                 tokio::task::coop::consume_budget().await;
             }
