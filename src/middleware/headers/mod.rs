@@ -94,8 +94,7 @@ impl Headers {
         }
     }
 
-    /// Adds the fields of `other`. The [legacy fields](#legacy-fields) of `other` replace other ones, since a response has one
-    /// style.
+    /// Adds the fields of `other`. The [legacy fields](#legacy-fields) of `other` replace other legacy fields.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self {
