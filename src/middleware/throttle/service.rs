@@ -83,11 +83,11 @@ impl ThrottleSettings {
         let since = self.notifier.since();
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
         let take = Check::take(self.key, &policies, 1);
-        if policies.are_blocked() && self.max_wait.is_none() {
-            // Other policies may replace them.
-            return Readiness::pausing();
-        }
         if policies.are_blocked() {
+            if self.max_wait.is_none() {
+                // Other policies may replace them.
+                return Readiness::pausing();
+            }
             let denied = denial(&take, None, false);
             let answer = Ok(denied.clone());
             self.notifier.answered(&self.key, 1, since, &answer, false);
