@@ -453,7 +453,7 @@ async fn the_log_stays_beside_metrics() {
             "denials are not logged"
         );
         let mut lines = lines.take();
-        // The process has one log, which also has counts of the other tests.
+        // All tests share the log of the process, with their counts.
         lines.retain(|line| line.contains(&format!("kind=\"{}\"", kind.as_str())));
         lines
     }

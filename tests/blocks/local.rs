@@ -270,7 +270,7 @@ async fn a_limiter_blocks_and_unblocks() {
     assert!(limiter.take(ann, 1).await.unwrap().is_allowed());
 }
 
-/// A block of which nothing denies anybody. Redis may share it with another process.
+/// No layer or limiter enforces the block. Over Redis, another process may.
 #[tokio::test]
 async fn a_block_without_effect_is_suspected() {
     let nowhere = RedisStore::connect_lazy("redis://127.0.0.1:1/").unwrap();

@@ -242,7 +242,7 @@ async fn a_new_instance_learns_all_blocks() {
     assert!(is_blocked(&two, key(2_099)).await && is_blocked(&one, key(0)).await);
 }
 
-/// Those that this instance has not sent yet delay it little.
+/// The instance's own unsent blocks delay it little.
 #[tokio::test]
 async fn a_flood_of_blocks_delays_no_other() {
     const FLOOD: u32 = 10_000;

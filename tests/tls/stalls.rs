@@ -23,7 +23,7 @@ enum Stall {
     Never,
     /// The server does not reply to the client's first message.
     InHandshake,
-    /// The client has received all that the handshake needs, and its greeting gets no reply.
+    /// The handshake is complete, and the client's greeting gets no reply.
     AfterHandshake,
 }
 
