@@ -158,7 +158,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             [] => self.without_parts(request, &parts),
             // Only the first key is left: the plain path. The denials of another one are no strikes.
             [(key, policies)] if parts.has_first => {
-                self.admit_under(request, Ok(*key), Some(policies.clone()))
+                self.admit_under(request, &Ok(*key), Some(policies.clone()))
             }
             _ => match self.joint(request, &parts) {
                 Ok(joint) => self.send_joint(request, joint, &parts),

@@ -288,11 +288,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Enforcement::DryRun if !self.others.is_empty() => {
                 return self.dry_run_all(request, extracted);
             }
-            Enforcement::DryRun => return self.exempt(request, extracted),
+            Enforcement::DryRun => return self.exempt(request, &extracted),
         }
         // Before the key is required: the selector may exempt a request without a key.
         let selected = self.policies.find(request, extracted.as_ref().ok());
-        self.admit_under(request, extracted, selected)
+        self.admit_under(request, &extracted, selected)
     }
 
     /// Denies a blocked caller, and admits others as usual.
@@ -315,7 +315,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.deny_blocked(request, *key, policies, Some(rest));
         }
         if self.others.is_empty() {
-            self.admit_under(request, extracted, selected)
+            self.admit_under(request, &extracted, selected)
         } else {
             self.admit_all(request, extracted, selected)
         }
@@ -342,7 +342,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn admit_under(
         &self,
         request: &R,
-        extracted: Result<Key, MissingKey>,
+        extracted: &Result<Key, MissingKey>,
         selected: Option<Policies>,
     ) -> Admission<S::Future> {
         let Some(selected) = selected else {
@@ -350,15 +350,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
         };
         if selected.are_blocked() {
             // Also without a key, which may be optional.
-            let key = extracted.unwrap_or(Key::GLOBAL);
-            return self.deny_blocked(request, key, &selected, None);
+            let key = extracted.as_ref().unwrap_or(&Key::GLOBAL);
+            return self.deny_blocked(request, *key, &selected, None);
         }
         let key = match extracted {
-            Ok(key) => key,
+            Ok(key) => *key,
             Err(missing) => return self.admit_without_key(request, missing),
         };
         let Some(policies) = self.countable(selected) else {
-            return self.exempt(request, Ok(key));
+            return self.exempt(request, extracted);
         };
         let id = self.id(request);
         let mut check = self.check(key, policies, request, id);
@@ -506,14 +506,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && let Ok(decision) = &answer
             && question.must_queue(decision)
         {
-            let policies = decision.policies().whole().clone();
             let denied = match question.turn {
-                Turn::Next => answer.ok(),
+                Turn::Next => Some(decision.clone()),
                 // It was a peek.
                 Turn::OnlyIfRepeated => None,
             };
             let question = question.without_slot();
-            return self.wait_for(request, question, (*max, queues), &policies, denied);
+            let policies = decision.policies().whole();
+            return self.wait_for(request, question, (*max, queues), policies, denied);
         }
         self.conclude(request, question, None, answer)
     }
@@ -568,7 +568,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 .with_extra(Extra::Recorded(*id, question.cost));
             self.ops.put(PendingOp::of_check(record));
         }
-        self.conclude(request, &mut question, Some(charge), Ok(decision))
+        self.conclude(request, &mut question, Some(&charge), Ok(decision))
     }
 
     /// Concludes a request that gets no permit.
@@ -599,15 +599,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Admission::Refused(Refusal::Denied(denied))
     }
 
-    /// Notifies the observer. By default there is only a log, which needs denials and errors.
-    #[inline]
+    /// Notifies the observer.
     fn report(&self, question: &Question, answer: &Result<Decision, StoreError>) {
-        if self.notifier.is_notified(answer.as_ref()) {
-            let Question {
-                key, cost, since, ..
-            } = question;
-            self.notifier.answered(key, *cost, *since, answer, false);
-        }
+        let Question {
+            key, cost, since, ..
+        } = question;
+        self.notifier.answered(key, *cost, *since, answer, false);
     }
 
     /// Admits or rejects by the final decision, and notifies the observer. A request that has waited was `charged` by its
@@ -617,38 +614,65 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         question: &mut Question,
-        charged: Option<Charge>,
+        charged: Option<&Charge>,
         answer: Result<Decision, StoreError>,
     ) -> Admission<S::Future> {
-        self.report(question, &answer);
+        let is_allowed = matches!(&answer, Ok(decision) if decision.is_allowed());
+        // By default there is only a log, which needs denials and errors.
+        if !is_allowed || self.notifier.observer().is_some() {
+            self.report(question, &answer);
+        }
         let decision = match answer {
-            Ok(decision) if decision.is_allowed() => Some(decision),
+            Ok(decision) if is_allowed => decision,
             Ok(denied) => {
                 if let Some(blocking) = &self.settings.blocking {
                     blocking.denied(request, &question.key, &denied, &self.ops);
                 }
                 return Admission::Refused(Refusal::Denied(denied));
             }
-            Err(error) if !self.settings.on_error.passes_undecided() => {
-                return Admission::Refused(Refusal::Unavailable(error));
-            }
-            Err(_) => {
-                self.notifier.uncounted(UncountedReason::Failed, true);
-                if let Some(slot) = question.slot.take() {
-                    question.slot = Some(slot.admitted_after_error());
-                }
-                None
-            }
+            Err(error) => return self.undecided(request, question, error),
         };
-        let mut slot = question.slot.take();
-        // With a charge, the slot is held as long as the charge, which the handler may clone.
-        let charge = if self.settles() {
-            let reserved = match &decision {
-                Some(decision) => question.reserved(charged, decision),
-                // Admitted after an error: nothing is reserved.
-                None => None,
+        let grant = self.grant(request, question, charged, Some(&decision));
+        Admission::Granted(Grant {
+            decision: Some(decision),
+            ..grant
+        })
+    }
+
+    /// Admits a request that no store could decide, uncounted, or rejects it.
+    #[cold]
+    fn undecided(
+        &self,
+        request: &R,
+        question: &mut Question,
+        error: StoreError,
+    ) -> Admission<S::Future> {
+        if !self.settings.on_error.passes_undecided() {
+            return Admission::Refused(Refusal::Unavailable(error));
+        }
+        self.notifier.uncounted(UncountedReason::Failed, true);
+        if let Some(slot) = question.slot.take() {
+            question.slot = Some(slot.admitted_after_error());
+        }
+        Admission::Granted(self.grant(request, question, None, None))
+    }
+
+    /// Returns what an admitted request owns, apart from its decision.
+    #[inline(always)]
+    fn grant(
+        &self,
+        request: &R,
+        question: &mut Question,
+        charged: Option<&Charge>,
+        decision: Option<&Decision>,
+    ) -> Grant<S::Future> {
+        // The slot is held as long as the charge, which the handler may clone.
+        let charge = if self.settles() || question.slot.is_some() {
+            let reserved = match decision {
+                Some(decision) if self.settles() => question.reserved(charged, decision),
+                _ => None,
             };
-            Some(self.charge(reserved, slot.take()))
+            Some(self.charge(reserved, question.slot.take()))
         } else {
             None
         };
@@ -659,12 +683,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
         } else {
             None
         };
-        Admission::Granted(Grant {
-            decision,
+        Grant {
+            decision: None,
             charge,
-            slot,
             shadows,
-        })
+        }
     }
 
     /// Starts the checks of an admitted request that are not enforced.
@@ -691,13 +714,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
     /// Admits a request that no policy limits, or any request in a dry run. Only the unenforced
     /// checks need its key.
     #[cold]
-    fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
-        if let Err(missing) = &key
+    fn exempt(&self, request: &R, key: &Result<Key, MissingKey>) -> Admission<S::Future> {
+        if let Err(missing) = key
             && self.has_shadows()
         {
             self.notifier.missing(missing);
         }
-        match &key {
+        match key {
             // The decision of a dry run is reported.
             Ok(_) if self.is_dry_run() => {}
             Err(missing) if self.is_dry_run() => {
@@ -705,19 +728,19 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             _ => self.notifier.uncounted(UncountedReason::Exempt, true),
         }
-        self.uncounted(request, key.ok())
+        self.uncounted(request, key.as_ref().ok().copied())
     }
 
     /// Admits or rejects a request without a key.
     #[cold]
-    fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
-        self.notifier.missing(&missing);
+    fn admit_without_key(&self, request: &R, missing: &MissingKey) -> Admission<S::Future> {
+        self.notifier.missing(missing);
         let passes = self.settings.on_missing_key == OnMissingKey::Allow && missing.is_absent();
         self.notifier.uncounted(missing.reason(), passes);
         if passes {
             self.uncounted(request, None)
         } else {
-            Admission::Refused(Refusal::MissingKey(missing))
+            Admission::Refused(Refusal::MissingKey(missing.clone()))
         }
     }
 
@@ -875,12 +898,12 @@ impl Question {
     /// The reservation that the decision granted. `None` if the send time was not recorded, or if
     /// the decision repeats an earlier one: the first request under an id settles its charge.
     #[inline]
-    fn reserved(&self, charged: Option<Charge>, decision: &Decision) -> Option<Charge> {
+    fn reserved(&self, charged: Option<&Charge>, decision: &Decision) -> Option<Charge> {
         if decision.is_repeated() {
             return None;
         }
         if charged.is_some() {
-            return charged;
+            return charged.cloned();
         }
         let since = self.since?;
         let decision = decision.clone();
@@ -974,10 +997,8 @@ impl<D> Pending<D> {
 pub(crate) struct Grant<D> {
     /// `None` for an uncounted request, and once it is [taken](Self::take_decision).
     decision: Option<Decision>,
-    /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
+    /// The reservation and the in-flight slot. `None` if there is neither.
     charge: Option<RequestCost>,
-    /// The in-flight slot, if there is no charge.
-    slot: Option<Slot>,
     /// The dry-run and shadow checks. `None` in most layers, which have no such policies.
     shadows: Option<Box<Shadows<D>>>,
 }
@@ -991,12 +1012,6 @@ impl<D> Grant<D> {
         } else {
             self.decision.take()
         }
-    }
-
-    /// Drops the decision, which nothing reads.
-    #[inline]
-    pub(crate) fn forget_decision(&mut self) {
-        self.decision = None;
     }
 
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
@@ -1048,7 +1063,6 @@ impl<D> Grant<D> {
         if let Some(charge) = self.charge.take() {
             charge.charges().end();
         }
-        self.slot = None;
         if let Some(shadows) = &mut self.shadows {
             shadows.end();
         }
@@ -1072,7 +1086,6 @@ impl<D> Default for Grant<D> {
         Self {
             decision: None,
             charge: None,
-            slot: None,
             shadows: None,
         }
     }

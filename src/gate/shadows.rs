@@ -71,13 +71,13 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 }
 
 impl<D> Shadows<D> {
-    /// Without checks. `charge` settles their charges together with the request's own.
+    /// Without checks. The `charge` of the request settles theirs too, if the layer settles.
     pub(super) fn new<S, R>(gate: &Gate<S, R>, charge: Option<&RequestCost>) -> Self {
         Self {
             checks: vec![],
             reporter: Reporter {
                 notifier: gate.notifier.clone(),
-                charge: charge.cloned(),
+                charge: charge.filter(|_| gate.settles()).cloned(),
                 slots: vec![],
                 has_ended: false,
             },

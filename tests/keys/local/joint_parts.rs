@@ -6,9 +6,11 @@ use std::time::Duration;
 use http::Request;
 use http::request::Parts;
 use tokio::sync::watch;
+use tokio::task::yield_now;
 use tokio::time::advance;
 use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Decision, DryRun, JointCheck, Mode, Source};
+use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::policies_fn;
 use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
@@ -140,6 +142,28 @@ async fn a_shadow_is_of_the_first_key() {
         let mut nobody = of("bob", "acme");
         nobody.headers_mut().remove("x-user");
         assert_eq!(shadow(nobody).await, None, "{is_dry_run}");
+    }
+}
+
+/// The slot of a shadow is held until the call ends, with one key and with several.
+#[tokio::test(start_paused = true)]
+async fn calls_hold_the_slots_of_shadows() {
+    for has_several in [false, true] {
+        let store = LocalStore::default();
+        let in_flight = |name| Policy::in_flight(name, 9).unwrap();
+        let mut layer =
+            CallLimitLayer::new(store.clone(), Global, in_flight("all")).shadow(in_flight("tried"));
+        let mut held = 2;
+        if has_several {
+            layer = layer.and(|_: &()| Some(Key::new("acme")), in_flight("org"));
+            held += 1;
+        }
+        let service = layer.layer(service_fn(async |()| Ok::<_, io::Error>(yield_now().await)));
+        let mut call = Box::pin(service.oneshot(()));
+        assert!(waits(call.as_mut()));
+        assert_eq!(store.len(), held, "{has_several}");
+        call.await.unwrap();
+        assert_eq!(store.len(), 0, "{has_several}");
     }
 }
 
