@@ -43,9 +43,8 @@ impl<Req: 'static, A> Protocol<Req> for Calls<A> {
     }
 
     #[inline]
-    fn note<D>(&self, _: &Notifier, _: &mut Req, grant: &mut Grant<D>) -> Self::Noted {
-        // A request of any type has no place for it, nor has its response.
-        grant.forget_decision();
+    fn note<D>(&self, _: &Notifier, _: &mut Req, _: &mut Grant<D>) -> Self::Noted {
+        // A request of any type has no place for the decision, nor has its response.
         self.rule.clone()
     }
 
@@ -71,16 +70,14 @@ where
 
     fn settle<D>(
         rule: &mut Self::Noted,
-        result: Result<T::Response, T::Error>,
+        result: &mut Result<T::Response, BoxError>,
         grant: &mut Grant<D>,
-    ) -> Result<T::Response, BoxError> {
-        let result = result.map_err(Into::into);
+    ) {
         if let Some(rule) = rule {
-            grant.settle(A::settlement(&**rule, &result));
+            grant.settle(A::settlement(&**rule, result));
         }
         // Now, since the caller may keep the completed future.
         grant.end();
-        result
     }
 
     fn finish<D>(_: &mut Result<T::Response, BoxError>, _: &mut Grant<D>) {}

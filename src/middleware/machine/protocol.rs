@@ -45,9 +45,9 @@ pub(in crate::middleware) trait Serve<T: Service<Req>, Req>:
     /// body. Annotates an HTTP response.
     fn settle<D>(
         noted: &mut Self::Noted,
-        result: Result<T::Response, T::Error>,
+        result: &mut Result<T::Response, Self::Error<T::Error>>,
         grant: &mut Grant<D>,
-    ) -> Result<T::Response, Self::Error<T::Error>>;
+    );
 
     /// Completes the response after the checks of dry runs are decided.
     fn finish<D>(result: &mut Result<T::Response, Self::Error<T::Error>>, grant: &mut Grant<D>);

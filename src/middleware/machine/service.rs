@@ -43,7 +43,7 @@ impl<T, S, K, H: 'static, P> Limit<T, S, K, H, P> {
     {
         let (extractor, config) = self.settings.current();
         let (mut head, body) = P::split(request);
-        match config.gate.admit(extractor, &head) {
+        match config.gate.admit(&**extractor, &head) {
             Admission::Granted(mut grant) => LimitFuture {
                 state: State::Calling {
                     noted: config
@@ -258,8 +258,8 @@ where
                 } => {
                     // They have no task: they advance with the inner call.
                     let _ = grant.poll_shadows(cx);
-                    let response = ready!(response.poll(cx));
-                    let mut result = P::settle(noted, response, grant);
+                    let mut result = ready!(response.poll(cx)).map_err(P::error);
+                    P::settle(noted, &mut result, grant);
                     // An error does not wait for the checks of dry runs.
                     if result.is_err() || !grant.has_shadows() {
                         P::finish(&mut result, grant);

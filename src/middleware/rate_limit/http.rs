@@ -1,3 +1,4 @@
+use std::mem;
 use std::sync::Arc;
 
 use http::request::Parts;
@@ -52,9 +53,25 @@ fn is_of_grpc<B>(response: &Response<B>) -> bool {
     response.headers().contains_key("grpc-status")
 }
 
+/// Calls `read` with the head of a response, which is taken apart for it.
+fn with_parts<B, T>(response: &mut Response<B>, read: impl FnOnce(&response::Parts) -> T) -> T {
+    let mut head = Response::new(());
+    *head.status_mut() = response.status();
+    *head.version_mut() = response.version();
+    *head.headers_mut() = mem::take(response.headers_mut());
+    *head.extensions_mut() = mem::take(response.extensions_mut());
+    let (mut parts, ()) = head.into_parts();
+    let result = read(&parts);
+    *response.headers_mut() = mem::take(&mut parts.headers);
+    *response.extensions_mut() = mem::take(&mut parts.extensions);
+    result
+}
+
 /// Settles and annotates a response.
 pub(in crate::middleware) struct Noted {
     answer: AnswerSettings,
+    /// Whether the decision changes the response.
+    is_annotated: bool,
     rule: Option<Arc<HeadRule>>,
 }
 
@@ -94,11 +111,10 @@ impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
             {
                 notifier.counted_twice(&outer, inner);
             }
-        } else if !is_annotated {
-            grant.forget_decision();
         }
         Noted {
             answer: self.answer,
+            is_annotated,
             rule: self.rule.clone(),
         }
     }
@@ -145,25 +161,25 @@ where
     #[inline(always)]
     fn settle<D>(
         noted: &mut Noted,
-        result: Result<Response<ResBody>, T::Error>,
+        result: &mut Result<Response<ResBody>, T::Error>,
         grant: &mut Grant<D>,
-    ) -> Result<Response<ResBody>, T::Error> {
-        let mut response = result?;
+    ) {
+        let Ok(response) = result else {
+            return;
+        };
         if let Some(rule) = &noted.rule {
-            // A rule reads `Parts`, for which the response must be taken apart.
-            let (parts, body) = response.into_parts();
-            grant.settle(rule(&parts));
-            response = Response::from_parts(parts, body);
+            grant.settle(with_parts(response, |parts| rule(parts)));
         }
-        if let Some(decision) = grant.take_decision() {
+        if noted.is_annotated
+            && let Some(decision) = grant.take_decision()
+        {
             let AnswerSettings {
                 headers,
                 decision_in_response,
                 ..
             } = noted.answer;
-            headers.annotate(decision, &mut response, decision_in_response);
+            headers.annotate(decision, response, decision_in_response);
         }
-        Ok(response)
     }
 
     #[inline(always)]
