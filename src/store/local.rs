@@ -46,7 +46,7 @@ use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, boun
 ///
 /// The number of keys is bounded; it defaults to [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). Each policy
 /// of each caller is one key, of at most 116 bytes, or 124 while charges under an earlier quota of a
-/// bucket count. A [`SlidingLog`](crate::Strategy::SlidingLog) adds
+/// bucket count; a store of fewer than 2,000 keys may take a few bytes more for each. A [`SlidingLog`](crate::Strategy::SlidingLog) adds
 /// 12 to 15 bytes per charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) the same per
 /// cell: a log of 10,000 takes up to 150 KB, the longest log up to 1.5 MB (twice that in full
 /// debt), and a window of 1,000 cells up to 15 KB. The store keeps seeded 128-bit hashes of the
@@ -282,6 +282,7 @@ impl LocalStore {
     }
 
     /// Locks the shard of a caller; also returns the caller's digest.
+    #[inline]
     fn shard(&self, key: &Key) -> (MutexGuard<'_, CountShard>, Digest) {
         let (shard, caller) = self.shared.shards.of(key);
         (lock(shard), caller)
@@ -289,6 +290,7 @@ impl LocalStore {
 
     /// Decides at the time `now`, which is read under the lock: no state is checked at an earlier
     /// time than its own.
+    #[inline]
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
         // Under the lock, so that the times of a caller's checks do not go back.
@@ -385,6 +387,7 @@ impl Store for LocalStore {
     /// Replies are always ready.
     type Future = Pending<Result<Decision, StoreError>>;
 
+    #[inline]
     fn check(&self, check: Check) -> Answer<Self::Future> {
         if let Err(error) = check.policies().prepare(|| self.shared.calendar_micros()) {
             return Answer::ready(Err(error));
@@ -468,7 +471,7 @@ impl CountShard {
     fn decide_one(&mut self, check: &Check, policy: &Policy, count: Digest, now: i64) -> Verdicts {
         let ahead = self.ahead;
         let place = self.states.find(count);
-        let mut state = match self.state_at(place) {
+        let (mut state, was_of_another) = match self.state_at(place) {
             Some(MapSlot {
                 value: LocalCount::Counted(state),
                 hold,
@@ -484,10 +487,13 @@ impl CountShard {
                 }
                 return Verdicts::of_one(granted, verdict);
             }
-            Some(slot) => slot.value.take(policy, now, ahead),
-            None => State::fresh(policy.kind()),
+            Some(slot) => {
+                let state = slot.value.take(policy, now, ahead);
+                let was_of_another = !state.is_of(policy.params());
+                (state, was_of_another)
+            }
+            None => (State::fresh(policy.kind()), false),
         };
-        let was_of_another = !state.is_of(policy.params());
         let (verdict, granted) = check.decide_one(&mut state, policy, now, ahead);
         // A denied take of a faster quota becomes the writer.
         let is_rewritten = was_of_another && state.is_of(policy.params());

@@ -149,18 +149,22 @@ impl<V: Ranked> BoundedMap<V> {
         Some(&mut self.places.get_mut(place)?.slot)
     }
 
-    pub(crate) fn remove(&mut self, key: Digest) -> Option<V> {
-        self.remove_at(self.find(key)?)
+    pub(crate) fn remove(&mut self, key: Digest) {
+        if let Some(place) = self.find(key) {
+            self.remove_at(place);
+        }
     }
 
-    /// Removes the entry at a place. The last entry moves to that place.
-    pub(crate) fn remove_at(&mut self, place: usize) -> Option<V> {
-        let hash = self.places.get(place)?.key.hash();
-        let last_hash = self.places.last()?.key.hash();
+    /// Removes the entry at a place, if there is one. The last entry moves to that place.
+    fn remove_at(&mut self, place: usize) {
+        let (Some(gone), Some(last)) = (self.places.get(place), self.places.last()) else {
+            return;
+        };
+        let (hash, last_hash) = (gone.key.hash(), last.key.hash());
         if let Ok(entry) = self.index.find_entry(hash, |at| usize::from(*at) == place) {
             entry.remove();
         }
-        let gone = self.places.swap_remove(place);
+        self.places.swap_remove(place);
         let last = self.places.len();
         if let Some(at) = self
             .index
@@ -168,31 +172,32 @@ impl<V: Ranked> BoundedMap<V> {
         {
             *at = place as u16;
         }
-        Some(gone.slot.value)
     }
 
-    /// Inserts a value, or replaces that of the key. If it has already expired, only removes the key. Returns the value that
-    /// was replaced or dropped.
-    pub(crate) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
+    /// Inserts a value, or replaces that of the key. If it has already expired, only removes the key.
+    pub(crate) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) {
         match self.find(key) {
             None => self.insert(key, value, hold, now),
             Some(place) if hold.expires_at() <= now => self.remove_at(place),
             Some(place) => {
-                let slot = self.at(place)?;
-                Some(std::mem::replace(slot, MapSlot { value, hold }).value)
+                if let Some(slot) = self.at(place) {
+                    *slot = MapSlot { value, hold };
+                }
             }
         }
     }
 
-    /// Inserts the value of a key that is not in the map, unless it has already expired. Returns the value that was dropped.
-    pub(crate) fn insert(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
+    /// Inserts the value of a key that is not in the map, unless it has already expired.
+    pub(crate) fn insert(&mut self, key: Digest, value: V, hold: Hold, now: i64) {
         if hold.expires_at() <= now {
-            return None;
+            return;
         }
-        let gone = self.make_room(self.places.len() >= self.max, now);
+        self.make_room(self.places.len() >= self.max, now);
         if self.places.len() == self.places.capacity() {
-            // Grow by an eighth: doubling would leave up to half of the memory unused.
-            self.places.reserve_exact(self.places.len() / 8 + 4);
+            // By half, and never beyond the maximum: doubling would leave up to half of the memory unused.
+            let more = self.places.len() / 2 + 4;
+            self.places
+                .reserve_exact(more.min(self.max - self.places.len()));
         }
         let place = self.places.len() as u16;
         self.index
@@ -201,22 +206,23 @@ impl<V: Ranked> BoundedMap<V> {
             key,
             slot: MapSlot { value, hold },
         });
-        gone
     }
 
     /// Drops an expired entry if it finds one; in a `full` map, always drops an entry, the
-    /// lowest-ranked of a few. Returns it.
+    /// lowest-ranked of a few.
     ///
     /// Two looks per new key suffice to find all expired entries before the number of entries has
     /// doubled: n new keys look at 2 n places, and all are in the first 2 n.
-    pub(crate) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
+    fn make_room(&mut self, full: bool, now: i64) {
         let mut old: Option<(Hold, u32)> = None;
         let looks = if full { OLD_LOOKS } else { 2 };
         for _ in 0..looks {
             if self.hand as usize >= self.places.len() {
                 self.hand = 0;
             }
-            let slot = &mut self.places.get_mut(self.hand as usize)?.slot;
+            let Some(Place { slot, .. }) = self.places.get_mut(self.hand as usize) else {
+                return;
+            };
             if slot.hold.expires_at() <= now {
                 return self.remove_at(self.hand as usize);
             }
@@ -229,14 +235,16 @@ impl<V: Ranked> BoundedMap<V> {
             }
             self.hand += 1;
         }
-        let (rank, old) = old?;
+        let Some((rank, old)) = old else {
+            return;
+        };
         let place = if V::OLD_STAYS {
             self.place_to_free(rank, old)
         } else {
             old
         };
         // The last entry moves to this place; it is usually the latest newcomer.
-        self.remove_at(place as usize)
+        self.remove_at(place as usize);
     }
 
     /// Returns the place of a newcomer, or `old`, the place of the lowest-ranked old entry, if
