@@ -520,7 +520,7 @@ impl Check {
     }
 
     /// Creates the decision on this check.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
     }

@@ -1,7 +1,7 @@
 use std::cmp::Ordering;
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 use sha2::{Digest, Sha256};
@@ -101,6 +101,17 @@ const OCTETS: [[u8; 4]; 256] = {
     octets
 };
 
+/// The number of decimal digits of each octet.
+const DIGITS: [u8; 256] = {
+    let mut digits = [3; 256];
+    let mut octet = 0;
+    while octet < 100 {
+        digits[octet] = if octet < 10 { 1 } else { 2 };
+        octet += 1;
+    }
+    digits
+};
+
 impl Key {
     const MAX: usize = 39;
 
@@ -161,36 +172,41 @@ impl Key {
     /// In Redis, a network of more than 64 bits is `ip:20010db8000100020000000000000001/128`: with
     /// colons it would not fit.
     pub fn network(address: IpAddr, ipv6_prefix: u8) -> Self {
-        let mut key = Self::reserved(ADDRESS);
         match unwrapped(address) {
-            IpAddr::V4(v4) => {
-                // Each octet with its point and padding overwrites the padding of the previous one.
-                let mut end = ADDRESS.len();
-                for octet in v4.octets() {
-                    key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
-                    end += digits_of(octet) + 1;
-                }
-                key.bytes[end - 1] = 0;
-                key.len = end as u8 - 1;
-            }
-            IpAddr::V6(v6) => {
-                let prefix = ipv6_prefix.min(128);
-                let mask = u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
-                let octets = (v6.to_bits() & mask).to_be_bytes();
-                if prefix <= 64 {
-                    for group in octets[..8].chunks_exact(2) {
-                        key.push_hex(group);
-                        key.push(b":");
-                    }
-                    key.push(b":");
-                } else {
-                    key.push_hex(&octets);
-                }
-                // Skip the final point of each entry of `OCTETS`.
-                key.push(b"/");
-                key.push(&OCTETS[usize::from(prefix)][..digits_of(prefix)]);
-            }
+            IpAddr::V4(v4) => Self::v4(v4),
+            IpAddr::V6(v6) => Self::v6(v6, ipv6_prefix.min(128)),
         }
+    }
+
+    fn v4(address: Ipv4Addr) -> Self {
+        let mut key = Self::reserved(ADDRESS);
+        // Each octet with its point and padding overwrites the padding of the previous one.
+        let mut end = ADDRESS.len();
+        for octet in address.octets() {
+            key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
+            end += digits_of(octet) + 1;
+        }
+        key.bytes[end - 1] = 0;
+        key.len = end as u8 - 1;
+        key
+    }
+
+    fn v6(address: Ipv6Addr, prefix: u8) -> Self {
+        let mut key = Self::reserved(ADDRESS);
+        let mask = u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
+        let octets = (address.to_bits() & mask).to_be_bytes();
+        if prefix <= 64 {
+            for group in octets[..8].chunks_exact(2) {
+                key.push_hex(group);
+                key.push(b":");
+            }
+            key.push(b":");
+        } else {
+            key.push_hex(&octets);
+        }
+        // Skip the final point of each entry of `OCTETS`.
+        key.push(b"/");
+        key.push(&OCTETS[usize::from(prefix)][..digits_of(prefix)]);
         key
     }
 
@@ -348,7 +364,7 @@ fn is_lower_hex(byte: u8) -> bool {
 
 /// Returns the number of decimal digits.
 fn digits_of(number: u8) -> usize {
-    1 + usize::from(number >= 10) + usize::from(number >= 100)
+    usize::from(DIGITS[usize::from(number)])
 }
 
 /// Returns the embedded IPv4 address of an IPv6 address, if there is one.

@@ -27,22 +27,23 @@ impl Clock {
         }
     }
 
+    #[inline]
     pub(crate) fn micros(&self) -> i64 {
         self.micros_at(instant())
     }
 
+    #[inline]
     pub(crate) fn micros_at(&self, instant: Instant) -> i64 {
-        self.wall_at_start
-            .saturating_add(micros(instant - self.start))
+        self.wall_at_start + micros(instant - self.start)
     }
 }
 
 /// Converts to whole microseconds. `Duration::as_micros` multiplies 128-bit numbers, which is
 /// slower.
 fn micros(duration: Duration) -> i64 {
-    let seconds = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
-    let whole = seconds.saturating_mul(1_000_000);
-    whole.saturating_add(i64::from(duration.subsec_micros()))
+    // At most 34,000 years, so that sums of times do not overflow.
+    let seconds = duration.as_secs().min(1 << 40) as i64;
+    seconds * 1_000_000 + i64::from(duration.subsec_micros())
 }
 
 /// Returns the current time of Tokio's clock.

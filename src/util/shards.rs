@@ -94,6 +94,7 @@ impl Digester {
         ))
     }
 
+    #[inline]
     pub(crate) fn digest(&self, key: &Key) -> Digest {
         let Hash128 { h1, h2 } = self.0.hash(key.as_bytes());
         Digest([h1, h2])

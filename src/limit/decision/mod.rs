@@ -164,7 +164,7 @@ fn micros(wait: i64) -> Duration {
 }
 
 impl Decision {
-    #[inline(always)]
+    #[inline]
     pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
         let decider = verdicts.decider() as u32;
         Self {

@@ -297,6 +297,7 @@ macro_rules! states {
 
         impl State {
             /// Creates the state of a new caller.
+            #[inline]
             pub(crate) fn fresh(kind: impl Into<PolicyKind>) -> Self {
                 match kind.into() {
                     $(PolicyKind::Rate(Strategy::$variant { .. }) => Self::$variant(Default::default()),)*

@@ -53,6 +53,7 @@ impl PeerIp {
 }
 
 impl KeyExtractor for PeerIp {
+    #[inline]
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         Peer::of(request, |peer| peer).key(64)
     }
@@ -108,6 +109,7 @@ pub(super) fn is_private(address: IpAddr) -> bool {
 impl Peer {
     /// Returns the caller: the address that the application has inserted, or else the result of
     /// `client` for the peer of the connection.
+    #[inline]
     pub(super) fn of(request: &Parts, client: impl FnOnce(Self) -> Self) -> Self {
         match request.extensions.get() {
             Some(&address) => Self::Address(address),
