@@ -3,8 +3,8 @@
 //! Instructions per request through the whole middleware without Redis, with `tower_governor` beside it, counted by Valgrind's
 //! `callgrind`, which must be installed. They include those that make the request and drop the response. `-- TEXT...` counts only in the cases whose name contains one of the texts.
 //!
-//! `FILES=1 cargo bench --profile dev -p benches --bench instructions -- TEXT...` lists the files of `src` with lines that each
-//! request runs, over a `RedisStore` too. A file of which a request runs only getters, conversions and calls of other files is
+//! `FILES=1 cargo bench --profile dev -p benches --bench instructions` lists the files of `src` with lines that each request runs,
+//! by way: locally, to Redis, through a healthy fallback, and through a queue. A file of which a request runs only getters, conversions and calls of other files is
 //! not counted ([`PASSING`]). The profile `dev` inlines nothing, and has the lines.
 
 #![allow(
@@ -19,7 +19,7 @@ use std::path::Path;
 use std::process::Command;
 use std::{env, fs, mem};
 
-use benches::cases::{self, Case, Servers, Subject};
+use benches::cases::{self, Case, Servers};
 use benches::meter::Amount;
 use tokio::runtime;
 
@@ -63,13 +63,12 @@ fn main() {
         .filter(|arg| !arg.starts_with("--"))
         .collect();
     let lists_files = env::var_os("FILES").is_some();
-    let cases = cases::named(&texts);
-    let is_counted = |case: &Case| match case.0 {
-        Subject::Local(..) | Subject::LocalUnread(..) | Subject::Governor(..) => true,
-        Subject::Redis(..) => lists_files,
-        _ => false,
+    let mut cases = if lists_files {
+        cases::ways(&texts)
+    } else {
+        cases::named(&texts)
     };
-    let cases: Vec<Case> = cases.into_iter().filter(is_counted).collect();
+    cases.retain(|Case(subject, _)| lists_files || subject.is_local());
     if let Ok(requests) = env::var(REQUESTS) {
         assert_eq!(cases.len(), 1, "{texts:?}");
         return run(cases[0], requests.parse().unwrap());

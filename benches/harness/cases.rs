@@ -27,7 +27,7 @@ use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
-    Leased, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis,
+    Fallback, Leased, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis,
 };
 
 use crate::cluster::{ClusterCase, ClusterServers};
@@ -38,6 +38,9 @@ use crate::support::{self, RedisServer};
 /// Number of callers of the [`Load`]s with many callers.
 pub const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
+
+/// Longer than 64 concurrent requests of [`Subject::Waiting`] wait.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// Lease time of blocks.
 const LEASE: Duration = Duration::from_millis(250);
@@ -65,6 +68,10 @@ pub enum Subject {
     Redis(Load),
     /// `RedisStore` through the layer, with leased quota for busy callers.
     Leased(Load),
+    /// `RedisStore` in a `Fallback`, which it does not need.
+    Fallback,
+    /// `RedisStore` through a layer that lets requests wait. Most do.
+    Waiting,
     /// `RedisStore`, with a header field as the key.
     RedisByHeader(Load),
     /// `tower-redis-cell`, with a header field as the key too.
@@ -208,13 +215,37 @@ fn all() -> Vec<Case> {
 
 /// Returns the cases whose name contains one of the texts; all cases without texts.
 pub fn named(texts: &[String]) -> Vec<Case> {
-    let wanted = |case: &Case| {
-        texts.is_empty()
-            || texts
-                .iter()
-                .any(|text| case.full_name().contains(text.as_str()))
+    with_names(all(), texts)
+}
+
+/// The ways of a request: locally, to Redis, through a healthy fallback, and through a queue.
+pub fn ways(texts: &[String]) -> Vec<Case> {
+    let ways = [
+        Case(Subject::Local(Load::Granted, Fields::With), 1),
+        Case(Subject::Redis(Load::Granted), 1),
+        Case(Subject::Fallback, 1),
+        Case(Subject::Waiting, 64),
+    ];
+    with_names(ways.to_vec(), texts)
+}
+
+fn with_names(mut cases: Vec<Case>, texts: &[String]) -> Vec<Case> {
+    let is_wanted = |case: &Case| {
+        let name = case.full_name();
+        texts.is_empty() || texts.iter().any(|text| name.contains(text.as_str()))
     };
-    all().into_iter().filter(wanted).collect()
+    cases.retain(is_wanted);
+    cases
+}
+
+impl Subject {
+    /// Returns `true` for a case without Redis or HTTP.
+    pub fn is_local(self) -> bool {
+        matches!(
+            self,
+            Self::Local(..) | Self::LocalUnread(..) | Self::Governor(..)
+        )
+    }
 }
 
 impl Case {
@@ -250,6 +281,8 @@ impl Case {
             }
             Subject::Redis(what) => format!("RedisStore, {}", load(what)),
             Subject::Leased(what) => format!("Leased RedisStore, {}", load(what)),
+            Subject::Fallback => "Fallback on a healthy RedisStore".to_owned(),
+            Subject::Waiting => "RedisStore, waiting requests".to_owned(),
             Subject::RedisByHeader(what) => format!("RedisStore by a header field, {}", load(what)),
             Subject::Cell(what) => format!("tower-redis-cell by a header field, {}", load(what)),
             Subject::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
@@ -326,6 +359,36 @@ impl Case {
                 load.hold(server, |caller| ask(service.clone(), by_address(caller)))
                     .await;
                 serve(&[server], &[service], by_address, load, tasks, amount).await
+            }
+            Subject::Fallback => {
+                let redis = RedisStore::connect(server.url()).await.unwrap();
+                let store = Fallback::new(redis, LocalStore::default());
+                let service = limited(store, Load::Granted);
+                serve(
+                    &[server],
+                    &[service],
+                    by_address,
+                    Load::Granted,
+                    tasks,
+                    amount,
+                )
+                .await
+            }
+            Subject::Waiting => {
+                let store = RedisStore::connect(server.url()).await.unwrap();
+                let quota = Quota::per_second(5_000).burst(1);
+                let policy = Policy::new("api", Strategy::Gcra, quota).unwrap();
+                let layer = RateLimitLayer::new(store, PeerIp, policy).wait(LONGEST_WAIT);
+                let service = layer.layer(service_fn(inner));
+                serve(
+                    &[server],
+                    &[service],
+                    by_address,
+                    Load::Granted,
+                    tasks,
+                    amount,
+                )
+                .await
             }
             Subject::Leased(load) => {
                 let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());
