@@ -440,7 +440,7 @@ mod tests {
     }
 
     fn take_all(blocks: &Blocks) -> Vec<BlockChange> {
-        mem::take(&mut blocks.take_unsent(MAX).changes).into()
+        mem::take(&mut blocks.take_unsent(usize::MAX).changes).into()
     }
 
     #[tokio::test(start_paused = true)]

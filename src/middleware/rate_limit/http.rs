@@ -104,13 +104,12 @@ impl<R, ReqBody> Protocol<Request<ReqBody>> for Http<R> {
                 charge.count_for(outer);
             }
         }
-        if decision_in_request {
-            if let Some(decision) = grant.show_decision(is_annotated)
-                && let Some(outer) = head.extensions.insert(decision)
-                && let Some(inner) = head.extensions.get()
-            {
-                notifier.counted_twice(&outer, inner);
-            }
+        if decision_in_request
+            && let Some(decision) = grant.show_decision(is_annotated)
+            && let Some(outer) = head.extensions.insert(decision)
+            && let Some(inner) = head.extensions.get()
+        {
+            notifier.counted_twice(&outer, inner);
         }
         Noted {
             answer: self.answer,

@@ -158,7 +158,10 @@ async fn calls_hold_the_slots_of_shadows() {
             layer = layer.and(|_: &()| Some(Key::new("acme")), in_flight("org"));
             held += 1;
         }
-        let service = layer.layer(service_fn(async |()| Ok::<_, io::Error>(yield_now().await)));
+        let service = layer.layer(service_fn(async |()| {
+            yield_now().await;
+            Ok::<_, io::Error>(())
+        }));
         let mut call = Box::pin(service.oneshot(()));
         assert!(waits(call.as_mut()));
         assert_eq!(store.len(), held, "{has_several}");
