@@ -629,7 +629,7 @@ impl Verdict {
 }
 
 impl Verdicts {
-    /// Creates the verdicts of another store than Redis.
+    /// Creates verdicts without a time.
     #[inline]
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
         Self {
@@ -641,7 +641,7 @@ impl Verdicts {
         }
     }
 
-    /// Creates the verdicts of a check of one policy.
+    /// Creates the verdicts of a check of one policy, without a time.
     #[inline]
     pub(crate) fn of_one(granted: i64, verdict: Verdict) -> Self {
         Self::new(granted, SmallVec::from_buf([verdict]))

@@ -228,21 +228,15 @@ impl Plan {
             let is_allowed = before_first + ticks <= params.full;
             let verdict = self.read_times(policy, of_writer, before_first, is_allowed)?;
             return Ok(Verdicts {
-                granted: 0,
                 at,
-                ahead: 0,
-                age: 0,
-                each: SmallVec::from_buf([verdict]),
+                ..Verdicts::of_one(0, verdict)
             });
         }
         let take = State::replay_take(policy, at, before_first, self.key.cost, earlier);
         let (verdict, granted) = take.ok_or_else(protocol)?;
         Ok(Verdicts {
-            granted,
             at,
-            ahead: 0,
-            age: 0,
-            each: SmallVec::from_buf([verdict]),
+            ..Verdicts::of_one(granted, verdict)
         })
     }
 

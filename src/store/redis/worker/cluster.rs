@@ -17,10 +17,10 @@ use super::store::{SharedStore, runtime};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{STEPS, error_of, not_run};
 use crate::store::redis::script::{KeyCall, MARKER};
+use crate::store::redis::topology::Node;
 use crate::store::redis::topology::cluster::{
     Cluster, NodeError, Planned, SlotMap, Why, no_address,
 };
-use crate::store::redis::topology::{Node, Topology};
 use crate::util::{instant, patient};
 
 /// Time to live of the marker. Each instance renews it every hour.
@@ -132,17 +132,6 @@ impl SharedStore {
             self.settings.prefix
         );
         Err(ConfigError::new(text).into())
-    }
-
-    /// Keeps the watch of the sentinels running, or schedules the hourly check of a cluster's marker.
-    pub(super) fn keep_topology_current(self: &Arc<Self>) {
-        match &self.topology {
-            Topology::Sentinel(sentinels) => sentinels.watch(),
-            Topology::Cluster(cluster) if cluster.refresher.marker_is_due() => {
-                self.refresh(Why::Marker);
-            }
-            Topology::Server(_) | Topology::Cluster(_) => {}
-        }
     }
 
     /// Queries the slots immediately, for waiting checks, and waits for at most `time`. A query that takes longer continues,

@@ -182,7 +182,13 @@ impl Worker {
             inner.now.load(Ordering::Relaxed),
             inner.clock.micros_at(now),
         );
-        inner.keep_topology_current();
+        match &inner.topology {
+            Topology::Sentinel(sentinels) => sentinels.watch(),
+            Topology::Cluster(cluster) if cluster.refresher.marker_is_due() => {
+                inner.refresh(Why::Marker);
+            }
+            Topology::Server(_) | Topology::Cluster(_) => {}
+        }
         if let Some(observer) = inner.observer.get()
             && !batch.jobs.is_empty()
         {
@@ -288,10 +294,9 @@ impl Worker {
 
     /// Answers the checks of each call from its reply. `sent_at` is the time at which the calls were sent.
     fn answer(&mut self, replies: &Replies, sent_at: Instant, node: Node) {
-        let inner = &self.inner;
-        let (jobs, calls) = self.batch.parts();
-        let mut jobs = jobs.drain(..);
-        for (call, reply) in calls.iter().zip(replies) {
+        let Self { inner, batch, .. } = self;
+        let mut jobs = batch.jobs.drain(..);
+        for (call, reply) in batch.calls[..batch.len].iter().zip(replies) {
             let own = jobs.by_ref().take(call.len());
             match (reply, inner.topology.cluster()) {
                 (Ok(reply), _) => answer_call(inner, call, reply, own, sent_at, node),
@@ -496,11 +501,6 @@ impl Batch {
             // An invalid window has no borders, so the script decides nothing again.
             let _ = job.check.policies().prepare(|| clock.micros_at(instant()));
         }
-    }
-
-    /// The checks and the calls.
-    fn parts(&mut self) -> (&mut Vec<Job>, &[ScriptCall]) {
-        (&mut self.jobs, &self.calls[..self.len])
     }
 }
 
