@@ -630,18 +630,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 }
                 return Admission::Refused(Refusal::Denied(denied));
             }
-            Err(error) => return self.undecided(request, question, error),
+            Err(error) => return self.on_failure(request, question, error),
         };
-        let grant = self.grant(request, question, charged, Some(&decision));
-        Admission::Granted(Grant {
-            decision: Some(decision),
-            ..grant
-        })
+        let mut grant = self.grant(request, question, charged, Some(&decision));
+        grant.decision = Some(decision);
+        Admission::Granted(grant)
     }
 
     /// Admits a request that no store could decide, uncounted, or rejects it.
     #[cold]
-    fn undecided(
+    fn on_failure(
         &self,
         request: &R,
         question: &mut Question,

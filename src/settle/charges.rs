@@ -13,7 +13,7 @@ use crate::observe::mistakes::UPGRADE_WITHOUT_COST;
 use crate::store::SettledCost;
 use crate::util::{instant, lock};
 
-/// The charges of one request. Dropping it settles them.
+/// The charges and the slots of one request. Dropping it settles and releases them.
 pub(crate) struct RequestCharges {
     ops: OpQueue,
     /// The cost reserved under the layer's policies, enforced or in a dry run.

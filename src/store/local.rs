@@ -46,9 +46,9 @@ use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, boun
 ///
 /// The number of keys is bounded; it defaults to [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). Each policy
 /// of each caller is one key, of at most 116 bytes, or 124 while charges under an earlier quota of a
-/// bucket count; a store of fewer than 2,000 keys may take a few bytes more for each. A [`SlidingLog`](crate::Strategy::SlidingLog) adds
-/// 12 to 15 bytes per charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) the same per
-/// cell: a log of 10,000 takes up to 150 KB, the longest log up to 1.5 MB (twice that in full
+/// bucket count. A store that holds fewer than 2,000 keys takes more for each. A
+/// [`SlidingLog`](crate::Strategy::SlidingLog) adds 12 to 15 bytes per charge, a
+/// [`SlidingWindow`](crate::Strategy::SlidingWindow) the same per cell: a log of 10,000 takes up to 150 KB, the longest log up to 1.5 MB (twice that in full
 /// debt), and a window of 1,000 cells up to 15 KB. The store keeps seeded 128-bit hashes of the
 /// callers' keys, not the keys.
 ///
