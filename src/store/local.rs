@@ -48,8 +48,9 @@ use crate::util::{BoundedMap, Clock, Digest, Hold, MapSlot, Ranked, Shards, boun
 /// of each caller is one key, of at most 116 bytes, or 124 while charges under an earlier quota of a
 /// bucket count. A store that holds fewer than 2,000 keys takes more for each. A
 /// [`SlidingLog`](crate::Strategy::SlidingLog) adds 12 to 15 bytes per charge, a
-/// [`SlidingWindow`](crate::Strategy::SlidingWindow) the same per cell: a log of 10,000 takes up to 150 KB, the longest log up to 1.5 MB (twice that in full
-/// debt), and a window of 1,000 cells up to 15 KB. The store keeps seeded 128-bit hashes of the
+/// [`SlidingWindow`](crate::Strategy::SlidingWindow) the same per cell: a log of 10,000 takes at most
+/// 150 KB, the longest log at most 1.5 MB (twice that in full debt), and a window of 1,000 cells at
+/// most 15 KB. The store keeps seeded 128-bit hashes of the
 /// callers' keys, not the keys.
 ///
 /// A key is dropped when all its charges have expired. If the store is full before that, each new
