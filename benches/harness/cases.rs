@@ -363,16 +363,9 @@ impl Case {
             Subject::Fallback => {
                 let redis = RedisStore::connect(server.url()).await.unwrap();
                 let store = Fallback::new(redis, LocalStore::default());
-                let service = limited(store, Load::Granted);
-                serve(
-                    &[server],
-                    &[service],
-                    by_address,
-                    Load::Granted,
-                    tasks,
-                    amount,
-                )
-                .await
+                let load = Load::Granted;
+                let service = limited(store, load);
+                serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             Subject::Waiting => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
@@ -380,15 +373,8 @@ impl Case {
                 let policy = Policy::new("api", Strategy::Gcra, quota).unwrap();
                 let layer = RateLimitLayer::new(store, PeerIp, policy).wait(LONGEST_WAIT);
                 let service = layer.layer(service_fn(inner));
-                serve(
-                    &[server],
-                    &[service],
-                    by_address,
-                    Load::Granted,
-                    tasks,
-                    amount,
-                )
-                .await
+                let load = Load::Granted;
+                serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             Subject::Leased(load) => {
                 let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());

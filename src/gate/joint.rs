@@ -15,7 +15,6 @@ use crate::held_slots::JointSlots;
 use crate::limit::{Charge, JointCheck, JointDecision, Key, Policies};
 use crate::observe::Observer;
 use crate::observe::UncountedReason;
-use crate::settle::RequestCost;
 use crate::store::Store;
 use crate::util::instant;
 
@@ -351,9 +350,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 Some(decided) if self.settles() => joint_charges(&joint, decided, since),
                 _ => SmallVec::new(),
             };
-            // Restart the sender if its runtime has shut down.
-            self.ops.wake();
-            grant.charge = Some(RequestCost::new(self.ops.clone(), reserved, slots));
+            grant.charge = Some(self.charge(reserved, slots));
         }
         grant.decision = decided.map(JointDecision::into_decision);
         // Last, since the checks of shadows add their charges to that of the request.

@@ -618,8 +618,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         answer: Result<Decision, StoreError>,
     ) -> Admission<S::Future> {
         let is_allowed = matches!(&answer, Ok(decision) if decision.is_allowed());
-        // By default there is only a log, which needs denials and errors.
-        if !is_allowed || self.notifier.observer().is_some() {
+        if self.notifier.notifies(is_allowed) {
             self.report(question, &answer);
         }
         let decision = match answer {
@@ -703,10 +702,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     #[inline(never)]
-    fn charge(&self, reserved: Option<Charge>, slot: Option<Slot>) -> RequestCost {
+    fn charge(
+        &self,
+        reserved: impl IntoIterator<Item = Charge>,
+        slots: impl IntoIterator<Item = Slot>,
+    ) -> RequestCost {
         // Restart the sender if its runtime has shut down.
         self.ops.wake();
-        RequestCost::new(self.ops.clone(), reserved, slot)
+        RequestCost::new(self.ops.clone(), reserved, slots)
     }
 
     /// Admits a request that no policy limits, or any request in a dry run. Only the unenforced

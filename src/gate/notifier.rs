@@ -102,7 +102,14 @@ impl Notifier {
     /// Returns `true` if an observer or the log must be [notified](Self::answered) of this answer.
     #[inline]
     pub(crate) fn is_notified(&self, answer: Result<&Decision, &StoreError>) -> bool {
-        self.observer.is_some() || !matches!(answer, Ok(decision) if decision.is_allowed())
+        self.notifies(matches!(answer, Ok(decision) if decision.is_allowed()))
+    }
+
+    /// As [`is_notified`](Self::is_notified), for an answer that is known to allow the request or not. By default there is
+    /// only a log, which needs denials and errors.
+    #[inline]
+    pub(super) fn notifies(&self, is_allowed: bool) -> bool {
+        self.observer.is_some() || !is_allowed
     }
 
     /// Notifies the observer of the reply to a check of this cost, sent at [`since`](Self::since).

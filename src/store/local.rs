@@ -472,7 +472,7 @@ impl CountShard {
     fn decide_one(&mut self, check: &Check, policy: &Policy, count: Digest, now: i64) -> Verdicts {
         let ahead = self.ahead;
         let place = self.states.find(count);
-        let (mut state, was_of_another) = match self.state_at(place) {
+        let mut state = match self.state_at(place) {
             Some(MapSlot {
                 value: LocalCount::Counted(state),
                 hold,
@@ -488,13 +488,10 @@ impl CountShard {
                 }
                 return Verdicts::of_one(granted, verdict);
             }
-            Some(slot) => {
-                let state = slot.value.take(policy, now, ahead);
-                let was_of_another = !state.is_of(policy.params());
-                (state, was_of_another)
-            }
-            None => (State::fresh(policy.kind()), false),
+            Some(slot) => slot.value.take(policy, now, ahead),
+            None => State::fresh(policy.kind()),
         };
+        let was_of_another = place.is_some() && !state.is_of(policy.params());
         let (verdict, granted) = check.decide_one(&mut state, policy, now, ahead);
         // A denied take of a faster quota becomes the writer.
         let is_rewritten = was_of_another && state.is_of(policy.params());

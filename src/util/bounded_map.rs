@@ -160,7 +160,8 @@ impl<V: Ranked> BoundedMap<V> {
         let (Some(gone), Some(last)) = (self.places.get(place), self.places.last()) else {
             return;
         };
-        let (hash, last_hash) = (gone.key.hash(), last.key.hash());
+        let hash = gone.key.hash();
+        let last_hash = last.key.hash();
         if let Ok(entry) = self.index.find_entry(hash, |at| usize::from(*at) == place) {
             entry.remove();
         }

@@ -60,10 +60,10 @@ fn with_parts<B, T>(response: &mut Response<B>, read: impl FnOnce(&response::Par
     *head.version_mut() = response.version();
     *head.headers_mut() = mem::take(response.headers_mut());
     *head.extensions_mut() = mem::take(response.extensions_mut());
-    let (mut parts, ()) = head.into_parts();
+    let (parts, ()) = head.into_parts();
     let result = read(&parts);
-    *response.headers_mut() = mem::take(&mut parts.headers);
-    *response.extensions_mut() = mem::take(&mut parts.extensions);
+    *response.headers_mut() = parts.headers;
+    *response.extensions_mut() = parts.extensions;
     result
 }
 
