@@ -3,8 +3,9 @@ use std::time::{Duration, SystemTime};
 
 use smallvec::SmallVec;
 
+use super::policy::COUNT_SEPARATOR;
 use super::{
-    Answered, Check, Decision, Mode, Policy, PolicyKind, Source, State, Verdict, Verdicts, micros,
+    Answered, Check, Decision, Mode, PolicyKind, Source, State, Verdict, Verdicts, micros,
 };
 
 /// The counts of one caller, for a custom [`Store`](crate::store::Store): keep one `Counts` per key.
@@ -63,7 +64,7 @@ impl Counts {
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
         // An invalid window of a calendar grants nothing.
-        let _ = check.policies().prepare(|| now);
+        let _ = check.prepare(|| now);
         let mut verdicts = self.verdicts(check, now);
         verdicts.at = now - verdicts.age;
         check.clone().answer(verdicts, source)
@@ -146,7 +147,7 @@ impl Counts {
         // With the policies: an id is charged once under each list.
         let mut key = Vec::new();
         for policy in check.policies() {
-            key.extend_from_slice(key_of(policy).as_bytes());
+            key.extend_from_slice(policy.count().as_bytes());
             key.push(b'\n');
         }
         key.extend_from_slice(id.as_bytes());
@@ -168,53 +169,34 @@ impl Counts {
         // An expired state equals a fresh one.
         self.states.retain(|_, state| state.until > now);
         let mut states: SmallVec<[State; 1]> = SmallVec::new();
-        let mut places: SmallVec<[DecidedKey; 1]> = SmallVec::new();
+        let mut expiries: SmallVec<[i64; 1]> = SmallVec::new();
         for policy in check.policies() {
-            let key = key_of(policy);
-            let stored = self.states.remove(&key).unwrap_or_else(|| Expiring {
+            let stored = self.states.remove(policy.count());
+            let stored = stored.unwrap_or_else(|| Expiring {
                 value: State::fresh(policy.kind()),
                 until: 0,
             });
             states.push(stored.value);
-            places.push(DecidedKey {
-                key,
-                until: stored.until,
-            });
+            expiries.push(stored.until);
         }
         let verdicts = check.decide(&mut states, now);
-        for ((place, value), verdict) in places.into_iter().zip(states).zip(&verdicts.each) {
-            let mut until = now.saturating_add(verdict.reset);
+        for (i, (policy, value)) in check.policies().iter().zip(states).enumerate() {
+            let mut until = now.saturating_add(verdicts.each[i].reset);
             // Keep the expiry after a refund, as Redis does: the window has not started again.
             if check.mode() != Mode::Reset {
-                until = until.max(place.until);
+                until = until.max(expiries[i]);
             }
             if until > now {
-                self.states.insert(place.key, Expiring { value, until });
+                let count = policy.count().into();
+                self.states.insert(count, Expiring { value, until });
             }
         }
         verdicts
     }
 }
 
-/// The key of a state that is being decided on, and its expiry before.
-struct DecidedKey {
-    key: Box<str>,
-    until: i64,
-}
-
-/// Returns the name, strategy and span of a policy, on which its count depends.
-fn key_of(policy: &Policy) -> Box<str> {
-    let name = policy.name();
-    let letter = policy.kind().letter();
-    let span = policy.span();
-    format!("{name}{SEPARATOR}{letter}{SEPARATOR}{span}").into()
-}
-
-/// No name contains it.
-const SEPARATOR: char = ':';
-
 /// The first byte: the version of the format.
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 struct ByteWriter(Vec<u8>);
 
@@ -244,7 +226,7 @@ impl<'a> Reader<'a> {
     fn state(&mut self) -> Option<(Box<str>, Expiring<State>)> {
         let key = str::from_utf8(self.key()?).ok()?;
         let until = self.number()?;
-        let kind = PolicyKind::of_letter(key.split(SEPARATOR).nth(1)?)?;
+        let kind = PolicyKind::of_letter(key.split(COUNT_SEPARATOR).nth(1)?)?;
         let len = self.len()?;
         let value = State::of_numbers(kind, &self.numbers(len)?)?;
         Some((key.into(), Expiring { value, until }))
@@ -314,7 +296,7 @@ fn since_epoch(time: SystemTime) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Key, Policies, Quota, Strategy};
+    use crate::limit::{Key, Policies, Policy, Quota, Strategy};
 
     fn policies() -> Vec<Policies> {
         let quota = Quota::per_minute(100);

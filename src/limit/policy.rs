@@ -60,9 +60,9 @@ struct SharedPolicy {
     /// The whole policy, if this is an instance's share of it.
     whole: Option<Policy>,
     is_pause: bool,
-    /// The count's span, as it appears in keys.
-    span: Box<str>,
-    /// A hash of the name, the kind's letter in keys, and the span.
+    /// See [`Policy::count`].
+    count: Box<str>,
+    /// A hash of `count`.
     id: u64,
 }
 
@@ -249,8 +249,8 @@ impl Policy {
     /// Sets the span of a new policy: that of a count found in Redis.
     pub(crate) fn with_span(mut self, span: &str) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
-            inner.span = span.into();
-            inner.id = count_id(&inner.name, inner.kind, &inner.span);
+            inner.count = count_of(&inner.name, inner.kind, span);
+            inner.id = id_of(&inner.count);
         }
         self
     }
@@ -286,8 +286,7 @@ impl Policy {
     }
 
     fn with_params(name: &str, kind: PolicyKind, quota: Quota, params: Params) -> Self {
-        let span = span::of(kind, quota).into_boxed_str();
-        let id = count_id(name, kind, &span);
+        let count = count_of(name, kind, &span::of(kind, quota));
         Self(Arc::new(SharedPolicy {
             name: name.into(),
             kind,
@@ -296,8 +295,8 @@ impl Policy {
             lease: None,
             whole: None,
             is_pause: false,
-            span,
-            id,
+            id: id_of(&count),
+            count,
         }))
     }
 
@@ -354,7 +353,7 @@ impl Policy {
             let share = inner.params.share_of(self.params(), instances);
             inner.params = share.part_of(self.params());
             // The share continues the count of the whole policy.
-            inner.span = self.0.span.clone();
+            inner.count = self.0.count.clone();
             inner.id = self.0.id;
             inner.whole = Some(self.clone());
         }
@@ -407,9 +406,16 @@ impl Policy {
         &self.0.params
     }
 
-    /// Returns the count's span, as it appears in keys; empty for requests in flight.
+    /// Returns the name of the count, with which its keys end: `name:strategy:span`, or `name:strategy` without a
+    /// [span](span::of). The span is what the count depends on, so a policy with that count can be restored.
+    pub(crate) fn count(&self) -> &str {
+        &self.0.count
+    }
+
+    /// Returns the count's span; empty for requests in flight.
     pub(crate) fn span(&self) -> &str {
-        &self.0.span
+        let mut parts = self.count().splitn(3, COUNT_SEPARATOR);
+        parts.nth(2).unwrap_or_default()
     }
 
     /// Identifies the count within this process. Policies with other limits may have it too.
@@ -423,10 +429,24 @@ impl Policy {
     }
 }
 
+/// Separates the parts of a count's name. No name of a policy contains it.
+pub(super) const COUNT_SEPARATOR: char = ':';
+
+/// Returns the name of a count.
+fn count_of(name: &str, kind: PolicyKind, span: &str) -> Box<str> {
+    let letter = kind.letter();
+    let count = if span.is_empty() {
+        format!("{name}{COUNT_SEPARATOR}{letter}")
+    } else {
+        format!("{name}{COUNT_SEPARATOR}{letter}{COUNT_SEPARATOR}{span}")
+    };
+    count.into()
+}
+
 /// Returns the identity of a count within this process.
-fn count_id(name: &str, kind: PolicyKind, span: &str) -> u64 {
+fn id_of(count: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
-    (name, kind.letter(), span).hash(&mut hasher);
+    count.hash(&mut hasher);
     hasher.finish()
 }
 

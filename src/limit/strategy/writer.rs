@@ -1,5 +1,7 @@
 //! The quota that wrote the level of a meter, as the value names it.
 
+use smallvec::SmallVec;
+
 /// A quota in the numbers of a meter, packed: most fit one integer of 8 bytes, so that two quotas are compared as fast as two
 /// numbers.
 ///
@@ -65,12 +67,15 @@ impl Writer {
         Some(numbers.map(|number| number as i64))
     }
 
-    /// Returns the bytes in Redis.
-    pub(crate) fn to_bytes(self) -> ([u8; 16], usize) {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&self.code.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.rest.to_le_bytes());
-        (bytes, if self.rest == 0 { 8 } else { 16 })
+    /// Returns the bytes in Redis: 8 for a short one, 16 for a long one, and none for none.
+    pub(crate) fn to_bytes(self) -> SmallVec<[u8; 16]> {
+        let mut bytes = SmallVec::new();
+        for number in [self.code, self.rest] {
+            if number != 0 {
+                bytes.extend_from_slice(&number.to_le_bytes());
+            }
+        }
+        bytes
     }
 }
 

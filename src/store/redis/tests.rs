@@ -12,7 +12,6 @@ use futures_util::future::{join, join_all};
 use futures_util::{StreamExt as _, stream};
 
 use super::RedisStore;
-use super::script::writer as wire_writer;
 use crate::error::{ConfigError, ErrorKind};
 use crate::limit::{
     Align, Calendar, Check, Decision, Extra, JointCheck, Key, Mode, Model, Policies, Policy,
@@ -801,7 +800,8 @@ async fn all_scripts_decide_and_store_alike() {
                 .map(|_| rng.u8(..))
                 .collect()
         } else {
-            let (writer, length) = wire_writer([&policies[0], &other][rng.usize(..2)]);
+            let of_writer = [&policies[0], &other][rng.usize(..2)];
+            let writer = of_writer.params().writer.to_bytes();
             let reset = params.full / params.ticks;
             let elapsed = [0, -1_000, reset, 2 * reset, rng.i64(0..=2 * reset)][rng.usize(..5)];
             let level = [
@@ -820,14 +820,7 @@ async fn all_scripts_decide_and_store_alike() {
             let rate = other.params().rate.to_le_bytes();
             let changed = [&rate[..], &until[..7]].concat();
             let changed = [&changed[..], &[]][rng.usize(..2)];
-            [
-                &at[..7],
-                &level[..7],
-                &[rng.u8(..); 5],
-                &writer[..length],
-                changed,
-            ]
-            .concat()
+            [&at[..7], &level[..7], &[rng.u8(..); 5], &writer, changed].concat()
         };
         let command = ["SET", "SET", "SET", "SET", "RPUSH", "DEL"][rng.usize(..6)];
         let times = [1, 1, 2, 3][rng.usize(..4)];

@@ -1,10 +1,9 @@
 //! Encodes checks as the arguments of one script call, and decodes its reply into their verdicts.
 
 use std::collections::HashMap;
-use std::slice;
 
 use redis::{Cmd, Value};
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::count;
 use super::{CHECK, Call, Script, TAKE, TAKES, no_command, wire};
@@ -27,8 +26,8 @@ pub(crate) struct ScriptCall {
     ends: Vec<usize>,
     pub(super) plans: Vec<Plan>,
     pub(super) entries: Vec<Entry>,
-    /// Index of each check's entry.
-    pub(super) checks: Vec<usize>,
+    /// The place of each check, in the order of the pushes.
+    pub(super) checks: Vec<Place>,
     /// The slots that checks take, renew or release, with the index of the entry.
     slots: Vec<(usize, SlotId)>,
     /// Whether a caller has entries of several plans.
@@ -76,6 +75,15 @@ pub(super) struct PlanKey {
 pub(super) struct Entry {
     pub(super) plan: usize,
     times: i64,
+}
+
+/// The place of a check among those of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// Index of its entry.
+    pub(super) entry: usize,
+    /// Number of the entry's checks before it.
+    earlier: i64,
 }
 
 /// Returns the charge that a refund returns, under each policy; empty for a charge made just before.
@@ -480,8 +488,12 @@ impl ScriptCall {
 
     /// Adds a check with the parameters of this entry.
     fn repeat(&mut self, entry: usize, check: &Check) {
-        self.entries[entry].times += 1;
-        self.checks.push(entry);
+        let times = &mut self.entries[entry].times;
+        self.checks.push(Place {
+            entry,
+            earlier: *times,
+        });
+        *times += 1;
         self.push_slot(entry, check);
     }
 
@@ -493,8 +505,9 @@ impl ScriptCall {
 
     /// Adds a check as a new entry of this plan.
     fn push_entry(&mut self, plan: usize, prefix: &str, check: &Check) {
-        self.checks.push(self.entries.len());
-        self.push_slot(self.entries.len(), check);
+        let entry = self.entries.len();
+        self.checks.push(Place { entry, earlier: 0 });
+        self.push_slot(entry, check);
         self.entries.push(Entry { plan, times: 1 });
         if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
@@ -537,7 +550,7 @@ impl ScriptCall {
     /// Appends the part of a key after the caller.
     fn push_count(&mut self, policy: &Policy) {
         self.keys.push(b':');
-        count::write(policy, &mut self.keys);
+        self.keys.extend_from_slice(policy.count().as_bytes());
     }
 
     /// Adds the arguments of `lua/takes.lua`.
@@ -612,53 +625,59 @@ impl ScriptCall {
         }
     }
 
-    /// Decodes the verdicts on the checks, in the order of their pushes.
+    /// Decodes the verdicts on the checks, and passes them to `each` in the order of the pushes.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::Protocol`] if the reply is not a string, has the wrong length for this call, or does not end with a
-    /// time.
-    pub(crate) fn read<'a>(&'a self, reply: &'a Value) -> Result<Decoder<'a>, StoreError> {
-        let answers = if self.is_of_takes() {
-            self.read_takes(reply)?
+    /// time. Then `each` gets nothing.
+    pub(crate) fn read(
+        &self,
+        reply: &Value,
+        each: impl FnMut(Result<Verdicts, StoreError>),
+    ) -> Result<(), StoreError> {
+        if self.is_of_takes() {
+            self.read_takes(reply, each)
         } else {
-            self.read_checks(reply)?
-        };
-        Ok(Decoder {
-            call: self,
-            checks: self.checks.iter(),
-            answers,
-        })
-    }
-
-    /// Splits a reply of `lua/takes.lua`.
-    fn read_takes<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
-        match records(reply) {
-            Some(records) if records.len() >= self.entries.len() => {
-                let (answers, of_writers) = records.split_at(self.entries.len());
-                let numbered = answers.iter().filter(|answer| number_of(answer).is_some());
-                if numbered.count() != of_writers.len() {
-                    return Err(protocol());
-                }
-                Ok(Answers::OfTakes {
-                    answers,
-                    of_writers,
-                    decided: smallvec![0; self.entries.len()],
-                })
-            }
-            _ => Err(protocol()),
+            self.read_checks(reply, each)
         }
     }
 
-    /// Splits a reply of `lua/call.lua`.
-    fn read_checks<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
+    /// Reads a reply of `lua/takes.lua`: an answer for each entry, and then the times of the numbered answers, whose
+    /// levels drain at the rate of another quota.
+    fn read_takes(
+        &self,
+        reply: &Value,
+        mut each: impl FnMut(Result<Verdicts, StoreError>),
+    ) -> Result<(), StoreError> {
+        let records = records(reply).ok_or_else(protocol)?;
+        let (answers, of_writers) = records
+            .split_at_checked(self.entries.len())
+            .ok_or_else(protocol)?;
+        let numbered = answers.iter().filter(|answer| number_of(answer).is_some());
+        if numbered.count() != of_writers.len() {
+            return Err(protocol());
+        }
+        for &Place { entry, earlier } in &self.checks {
+            let Entry { plan, times } = self.entries[entry];
+            each(self.plans[plan].read_take(&answers[entry], of_writers, times, earlier));
+        }
+        Ok(())
+    }
+
+    /// Reads a reply of `lua/call.lua`: the answers of each entry, and the time of the call.
+    fn read_checks(
+        &self,
+        reply: &Value,
+        mut each: impl FnMut(Result<Verdicts, StoreError>),
+    ) -> Result<(), StoreError> {
         if self.outside(reply).is_some() {
             return Err(no_window());
         }
         let mut end = 0;
-        let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
+        let mut starts: Vec<usize> = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
-            next.push(end);
+            starts.push(end);
             end += self.plans[entry.plan].answer_length() * entry.times as usize;
         }
         let Some([numbers @ .., at]) = records(reply) else {
@@ -668,7 +687,13 @@ impl ScriptCall {
         if numbers.len() != end || !EXACT.contains(&at) {
             return Err(protocol());
         }
-        Ok(Answers::OfChecks { at, numbers, next })
+        for &Place { entry, earlier } in &self.checks {
+            let plan = &self.plans[self.entries[entry].plan];
+            let length = plan.answer_length();
+            let start = starts[entry] + length * earlier as usize;
+            each(plan.read_check(&numbers[start..start + length], at));
+        }
+        Ok(())
     }
 
     /// Returns Redis's time if the script has decided nothing, because that is outside of the borders of a calendar.
@@ -729,59 +754,6 @@ impl Call for ScriptCall {
     }
 }
 
-/// Decodes the verdicts on each check.
-pub(crate) struct Decoder<'a> {
-    call: &'a ScriptCall,
-    /// The entries of the checks whose verdicts have not been decoded.
-    checks: slice::Iter<'a, usize>,
-    answers: Answers<'a>,
-}
-
-impl Iterator for Decoder<'_> {
-    type Item = Result<Verdicts, StoreError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let index = *self.checks.next()?;
-        let Entry { plan, times } = self.call.entries[index];
-        let plan = &self.call.plans[plan];
-        Some(match &mut self.answers {
-            Answers::OfTakes {
-                answers,
-                of_writers,
-                decided,
-            } => {
-                let earlier = decided[index];
-                decided[index] += 1;
-                plan.read_take(&answers[index], of_writers, times, earlier)
-            }
-            Answers::OfChecks { at, numbers, next } => {
-                let from = next[index];
-                next[index] += plan.answer_length();
-                plan.read_check(&numbers[from..next[index]], *at)
-            }
-        })
-    }
-}
-
-/// The answers in a reply.
-enum Answers<'a> {
-    OfTakes {
-        /// One for each entry.
-        answers: &'a [[u8; TAKEN_LENGTH]],
-        /// The times of numbered entries, whose levels drain at the rate of another quota.
-        of_writers: &'a [[u8; TAKEN_LENGTH]],
-        /// For each entry, the number of its takes whose verdicts have been decoded.
-        decided: SmallVec<[i64; 1]>,
-    },
-    OfChecks {
-        /// The time of the call.
-        at: i64,
-        numbers: &'a [[u8; 8]],
-        /// For each entry, the index of its next answer in `numbers`.
-        next: Vec<usize>,
-    },
-}
-
 /// Parses the part of a count's key after the prefix, as [`ScriptCall::push`] writes it, into the caller and a policy
 /// with that count. Returns `None` for other keys.
 pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
@@ -824,10 +796,12 @@ impl Packed {
         self
     }
 
-    /// Appends the bytes that name the quota of a meter in a value.
+    /// Appends the bytes that name the quota of a meter in a value; none for another kind of count.
     fn writer(&mut self, policy: &Policy) -> &mut Self {
-        let (bytes, len) = wire::writer(policy);
-        self.0.extend_from_slice(&bytes[..len]);
+        if policy.frees().has_burst() {
+            self.0
+                .extend_from_slice(&policy.params().writer.to_bytes());
+        }
         self
     }
 

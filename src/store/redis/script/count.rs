@@ -1,23 +1,8 @@
-//! The name of a count in Redis: `name:strategy:span`, without a span for requests in flight. The
-//! [span](Policy::span) is what the count depends on, so a policy with that count can be restored.
+//! Restores policies from what Redis stores: the [name of a count](Policy::count), and the quota that wrote a bucket.
 
 use std::time::Duration;
 
 use crate::limit::{Align, Calendar, Frees, Policy, PolicyKind, Quota, Refill, Strategy, Writer};
-
-/// Appends the name of a policy's count.
-pub(super) fn write(policy: &Policy, to: &mut Vec<u8>) {
-    let between = if policy.span().is_empty() { "" } else { ":" };
-    for part in [
-        policy.name(),
-        ":",
-        policy.kind().letter(),
-        between,
-        policy.span(),
-    ] {
-        to.extend_from_slice(part.as_bytes());
-    }
-}
 
 /// Returns a policy with the count of this name, strategy and span. A span does not contain the limit of a window or the
 /// quota of a bucket, so that is 1. `None` if no policy has this span.
@@ -38,7 +23,7 @@ pub(super) fn read(name: &str, letter: &str, span: &str) -> Option<Policy> {
         let (strategy, quota) = read_span(letter, span)?;
         Policy::new(name, strategy, quota).ok()?
     };
-    // Reject text that `write` would not write: two spans of one count would be two keys.
+    // Reject other texts of the span: two spans of one count would be two keys.
     (policy.span() == span).then_some(policy)
 }
 

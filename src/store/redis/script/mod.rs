@@ -16,8 +16,6 @@ use redis::{Cmd, ToRedisArgs};
 use crate::error::{ErrorKind, StoreError};
 
 pub(super) use call::{ScriptCall, read_bucket, read_key};
-#[cfg(test)]
-pub(super) use wire::writer;
 
 /// Decides checks of any kind.
 static CHECK: Script = Script::new(wire::CHECK);

@@ -3,13 +3,26 @@ use redis::{Cmd, Value};
 use super::call::PlanKey;
 use super::*;
 use crate::error::ErrorKind;
-use crate::limit::{Check, Key, Policies, Policy, Quota, Refill, Strategy, Verdict};
+use crate::limit::{Check, Key, Policies, Policy, Quota, Refill, Strategy, Verdict, Verdicts};
 use crate::util::own_list;
 
 fn policies(limit: u32) -> Policies {
     Policy::new("api", Strategy::Gcra, Quota::per_second(limit))
         .unwrap()
         .into()
+}
+
+/// The verdicts that a call reads in a reply.
+fn read_all(
+    call: &ScriptCall,
+    reply: &Value,
+) -> Result<Vec<Result<Verdicts, StoreError>>, StoreError> {
+    let mut all = vec![];
+    match call.read(reply, |verdicts| all.push(verdicts)) {
+        Ok(()) => assert_eq!(all.len(), call.len()),
+        Err(_) => assert!(all.is_empty()),
+    }
+    call.read(reply, |_| {}).map(|()| all)
 }
 
 #[test]
@@ -73,7 +86,7 @@ fn lists_of_one_id_stay_apart() {
     call.plan_of.insert(PlanKey::of(&take(&three)), 0);
     for list in [&three, &one, &two, &three] {
         call.push("rl", &take(list));
-        let entry = call.entries[call.checks[call.checks.len() - 1]];
+        let entry = call.entries[call.checks[call.checks.len() - 1].entry];
         assert!(call.plans[entry.plan].policies == *list);
     }
 }
@@ -279,9 +292,11 @@ fn takes_are_decided_by_the_returned_level() {
         state(1_790, -1 - 1_700_001),
     ];
     let reply = Value::BulkString(reply.concat());
-    let verdicts = call.read(&reply).unwrap().map(Result::unwrap);
-    let verdicts: Vec<_> = verdicts
+    let verdicts: Vec<_> = read_all(&call, &reply)
+        .unwrap()
+        .into_iter()
         .map(|verdicts| {
+            let verdicts = verdicts.unwrap();
             let first = verdicts.each[0];
             let granted = (verdicts.granted, verdicts.at);
             (granted, first.remaining, first.wait, first.reset)
@@ -322,7 +337,7 @@ fn times_of_another_quota_follow_the_answers() {
     });
     let read = |records: &[&[Vec<u8>]]| {
         let reply = Value::BulkString(records.concat().concat());
-        let verdicts: Result<Vec<_>, _> = call.read(&reply)?.collect();
+        let verdicts: Result<Vec<_>, _> = read_all(&call, &reply)?.into_iter().collect();
         let verdicts: Vec<_> = verdicts?;
         Ok::<_, StoreError>(
             verdicts
@@ -360,9 +375,8 @@ fn any_reply_to_a_take_is_a_verdict_or_an_error() {
     let mut call = ScriptCall::default();
     call.push("rl", &Check::take(Key::new("ann"), &named(&["api"]), 1));
     let read = |bytes: Vec<u8>| {
-        let reply = Value::BulkString(bytes);
-        let mut all = call.read(&reply)?;
-        all.next().unwrap()
+        let mut all = read_all(&call, &Value::BulkString(bytes))?;
+        all.remove(0)
     };
     let kind = |bytes: Vec<u8>| read(bytes).unwrap_err().kind();
 
@@ -408,7 +422,7 @@ fn any_reply_to_a_take_is_a_verdict_or_an_error() {
         assert_eq!(kind(wrong.clone()), ErrorKind::Protocol, "{wrong:?}");
     }
     for wrong in [Value::Nil, Value::Int(1), Value::Array(vec![])] {
-        assert!(call.read(&wrong).is_err(), "{wrong:?}");
+        assert!(read_all(&call, &wrong).is_err(), "{wrong:?}");
     }
 
     // A replica rejects each take.
@@ -447,8 +461,10 @@ fn equal_checks_of_a_caller_share_entries() {
         .iter()
         .flat_map(|left| [1, *left, 0, 1]);
     let reply = reply(answers.chain([1_790]));
-    let read = call.read(&reply).unwrap().map(Result::unwrap);
-    let left: Vec<i64> = read.map(|verdicts| verdicts.each[0].remaining).collect();
+    let read = read_all(&call, &reply).unwrap().into_iter();
+    let left: Vec<i64> = read
+        .map(|verdicts| verdicts.unwrap().each[0].remaining)
+        .collect();
     assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
 }
 
@@ -497,7 +513,7 @@ fn each_id_has_a_separate_key() {
     // An answer with an id ends with the time of the charge.
     let read = |charged_at| {
         let reply = reply([1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790]);
-        call.read(&reply).and_then(|mut all| all.next().unwrap())
+        read_all(&call, &reply).and_then(|mut all| all.remove(0))
     };
     let verdicts = read(1_000).unwrap();
     assert_eq!(
@@ -512,7 +528,7 @@ fn any_reply_is_verdicts_or_an_error() {
     let mut call = ScriptCall::default();
     call.push("rl", &Check::up_to(Key::new("ann"), &named(&["api"]), 1));
     let ints = |ints: &[i64]| reply(ints.iter().copied());
-    let read = |value: Value| call.read(&value).and_then(|mut all| all.next().unwrap());
+    let read = |value: Value| read_all(&call, &value).and_then(|mut all| all.remove(0));
 
     let verdicts = read(ints(&[1, 9, 0, 100, 1_790])).unwrap();
     assert_eq!((verdicts.granted, verdicts.at), (1, 1_790));
@@ -651,7 +667,7 @@ fn a_time_outside_of_a_calendar_is_no_verdict() {
     let call = call_of(1, &Check::take(Key::new("ann"), &policies, 1));
     let late = reply([1_801_440_000_000_000]);
     assert_eq!(call.outside(&late), Some(1_801_440_000_000_000));
-    let Err(error) = call.read(&late).map(|_| ()) else {
+    let Err(error) = read_all(&call, &late) else {
         panic!("a reply without answers was read");
     };
     assert_eq!(error.kind(), ErrorKind::Configuration);

@@ -186,15 +186,6 @@ pub(crate) fn arguments(policy: &Policy, clock: i64) -> [i64; 4] {
     }
 }
 
-/// The bytes that name the quota of a meter in a value, and their number; none for another kind of count.
-pub(crate) fn writer(policy: &Policy) -> ([u8; 16], usize) {
-    if policy.frees().has_burst() {
-        policy.params().writer.to_bytes()
-    } else {
-        ([0; 16], 0)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

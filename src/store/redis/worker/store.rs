@@ -149,10 +149,7 @@ impl Store for RedisStore {
             return JointFuture::ready(Ok(denied));
         }
         let check = joint.as_one();
-        if let Err(error) = check
-            .policies()
-            .prepare(|| self.inner.clock.micros_at(instant()))
-        {
+        if let Err(error) = check.prepare(|| self.inner.clock.micros_at(instant())) {
             return JointFuture::ready(Err(error));
         }
         match self.inner.enqueue(check, partition) {
@@ -392,7 +389,7 @@ impl SharedStore {
         if let Some(verdicts) = self.denials.verdicts(&check) {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
-        if let Err(error) = check.policies().prepare(|| self.clock.micros_at(instant())) {
+        if let Err(error) = check.prepare(|| self.clock.micros_at(instant())) {
             return Answer::ready(Err(error));
         }
         let partition = self.topology.partition(check.key());

@@ -340,24 +340,15 @@ fn answer_call(
     inner: &Arc<SharedStore>,
     call: &ScriptCall,
     reply: &Value,
-    jobs: impl Iterator<Item = Job>,
+    mut jobs: impl Iterator<Item = Job>,
     sent_at: Instant,
     node: Node,
 ) {
-    let decoder = match call.read(reply) {
-        Ok(decoder) => decoder,
-        Err(error) => {
-            let named = inner.named(error, Some(node));
-            for job in jobs {
-                inner.fail_taken(job, named.clone());
-            }
-            return;
-        }
-    };
     let cluster = inner.topology.cluster();
     // The checks whose keys the call has found on two nodes.
     let mut split = vec![];
-    for (job, verdicts) in jobs.zip(decoder) {
+    let is_read = call.read(reply, |verdicts| {
+        let Some(job) = jobs.next() else { return };
         match verdicts {
             Ok(verdicts) => inner.decide(job, Ok(verdicts), sent_at),
             Err(error) if error.kind() == ErrorKind::NotReady && cluster.is_some() => {
@@ -365,6 +356,13 @@ fn answer_call(
             }
             Err(error) => inner.decide(job, Err(inner.named(error, Some(node))), sent_at),
         }
+    });
+    if let Err(error) = is_read {
+        let named = inner.named(error, Some(node));
+        for job in jobs {
+            inner.fail_taken(job, named.clone());
+        }
+        return;
     }
     if let Some(cluster) = cluster
         && !split.is_empty()
@@ -499,7 +497,7 @@ impl Batch {
         }
         for job in &self.jobs {
             // An invalid window has no borders, so the script decides nothing again.
-            let _ = job.check.policies().prepare(|| clock.micros_at(instant()));
+            let _ = job.check.prepare(|| clock.micros_at(instant()));
         }
     }
 }
