@@ -7,6 +7,7 @@ use super::{
     Decision, EachCharge, Joint, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId,
     Source, State, Verdict, Verdicts,
 };
+use crate::error::StoreError;
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
 /// policies?
@@ -517,6 +518,21 @@ impl Check {
             each.push(verdict.corrected(self, policy, amount));
         }
         self.clone().answer(Verdicts::new(amount, each), source)
+    }
+
+    /// Calls the functions of [custom calendars](super::Calendar::custom) for the windows around `now`. Call it before the
+    /// check is decided, and under no lock.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for an invalid window.
+    #[inline]
+    pub(crate) fn prepare(&self, now: impl FnOnce() -> i64) -> Result<(), StoreError> {
+        if self.policies.have_calendar() {
+            self.policies.prepare_calendars(now())
+        } else {
+            Ok(())
+        }
     }
 
     /// Creates the decision on this check.

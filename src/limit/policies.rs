@@ -346,23 +346,13 @@ impl Policies {
         Some(shortest)
     }
 
-    /// Calls the functions of [custom calendars](Calendar::custom) for the windows around `now`. Call it before a check is
-    /// decided, and under no lock.
+    /// Calls the functions of [custom calendars](Calendar::custom) for the windows around `now`.
     ///
     /// # Errors
     ///
     /// Returns an error for an invalid window.
-    #[inline]
-    pub(crate) fn prepare(&self, now: impl FnOnce() -> i64) -> Result<(), StoreError> {
-        if self.have_calendar() {
-            self.prepare_calendars(now())
-        } else {
-            Ok(())
-        }
-    }
-
     #[cold]
-    fn prepare_calendars(&self, now: i64) -> Result<(), StoreError> {
+    pub(super) fn prepare_calendars(&self, now: i64) -> Result<(), StoreError> {
         for policy in self {
             if let Some(calendar) = policy.params().calendar {
                 prepare(policy, calendar, now)?;

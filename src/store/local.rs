@@ -390,7 +390,7 @@ impl Store for LocalStore {
 
     #[inline]
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        if let Err(error) = check.policies().prepare(|| self.shared.calendar_micros()) {
+        if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
             return Answer::ready(Err(error));
         }
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
@@ -403,7 +403,7 @@ impl Store for LocalStore {
 
     fn check_all(&self, joint: JointCheck) -> JointFuture {
         let check = joint.as_one();
-        if let Err(error) = check.policies().prepare(|| self.shared.calendar_micros()) {
+        if let Err(error) = check.prepare(|| self.shared.calendar_micros()) {
             return JointFuture::ready(Err(error));
         }
         let verdicts = self.joint_verdicts(&check, || self.shared.clock.micros());
@@ -417,7 +417,7 @@ impl Store for LocalStore {
 
 impl Hooks for LocalStore {
     fn prepare(&self, check: &Check) -> Result<(), StoreError> {
-        check.policies().prepare(|| self.shared.calendar_micros())
+        check.prepare(|| self.shared.calendar_micros())
     }
 
     fn waiters(&self) -> Option<Waiters> {

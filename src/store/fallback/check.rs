@@ -162,6 +162,9 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Returns `None` if the fallback must decide a check.
     pub(super) fn admit(self: &Arc<Self>, check: &Check) -> Option<SentToPrimary> {
+        if !self.examined.is_claimed() {
+            self.examine();
+        }
         if !self.overtakes(check)
             && let Some(ticket) = self.breaker.admit()
         {
@@ -397,7 +400,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Reports, once, a fallback that decides without the lock of the caller.
     #[cold]
-    pub(super) fn examine(&self) {
+    fn examine(&self) {
         if !self.examined.claim() {
             return;
         }

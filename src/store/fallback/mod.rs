@@ -389,18 +389,11 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let partition = self.partition(check.key());
-        if !partition.examined.is_claimed() {
-            partition.examine();
-        }
-        partition.check(check)
+        self.partition(check.key()).check(check)
     }
 
     fn check_all(&self, joint: JointCheck) -> JointFuture {
         let partition = self.partition(joint.first().key());
-        if !partition.examined.is_claimed() {
-            partition.examine();
-        }
         for part in joint.parts() {
             if !Arc::ptr_eq(self.partition(part.key()), partition) {
                 return together(self, joint);
