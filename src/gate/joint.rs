@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::shadows::Shadows;
 use super::{
     Admission, Enforcement, Gate, Grant, Holds, KeyExtractor, MissingKey, OnMissingKey, Pending,
-    PolicySelector, Refusal, Selector, denial,
+    PolicySelector, Question, Refusal, Selector, denial,
 };
 use crate::error::{ConfigError, StoreError};
 use crate::held_slots::JointSlots;
@@ -372,7 +372,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // A dry run rejects nothing.
         let parts = self.parts(request, first, selected).unwrap_or_default();
         if let Some((key, policies)) = &parts.blocked {
-            let check = self.check(*key, policies.clone(), request, None);
+            let Question { check, .. } = self.question(*key, policies.clone(), request, None);
             let denied = denial(&check, None, self.settings.forbids_blocked);
             self.notifier
                 .answered(key, check.cost(), None, &Ok(denied), true);

@@ -331,9 +331,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         policies: &Policies,
         rest: Option<Duration>,
     ) -> Admission<S::Future> {
-        let check = self.check(key, policies.clone(), request, None);
-        let denied = denial(&check, rest, self.settings.forbids_blocked);
-        let question = self.question(&check, None);
+        let question = self.question(key, policies.clone(), request, None);
+        let denied = denial(&question.check, rest, self.settings.forbids_blocked);
         self.deny(&question, denied)
     }
 
@@ -361,24 +360,20 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return self.exempt(request, extracted);
         };
         let id = self.id(request);
-        let mut check = self.check(key, policies, request, id);
-        let mut question = self.question(&check, id);
+        let mut question = self.question(key, policies, request, id);
         if let Some((max, queues)) = &self.wait
-            && queues.has_queue(&check)
+            && queues.has_queue(&question.check)
         {
             if id.is_none() {
-                return self.wait_for(request, question, (*max, queues), check.policies(), None);
+                return self.wait_for(request, question, (*max, queues), None);
             }
             // Only the store knows whether the id repeats an earlier one.
             question.turn = Turn::OnlyIfRepeated;
         }
         // Before the check is sent: a request that is dropped before the reply must release its slot.
-        question.slot = self.hold(&check);
-        if question.turn == Turn::OnlyIfRepeated {
-            check = check.with_mode(Mode::Peek);
-        }
-        self.notifier.examine_lease(&self.store, &check);
-        match self.store.check(check) {
+        question.slot = self.hold(&question.check);
+        self.notifier.examine_lease(&self.store, &question.check);
+        match self.store.check(question.sent()) {
             Answer::Ready { answer } => self.on_reply(request, &mut question, answer),
             Answer::Pending { future } => {
                 let question = Some(question);
@@ -421,15 +416,20 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     #[inline(always)]
-    fn check(&self, key: Key, policies: Policies, request: &R, id: Option<Key>) -> Check {
+    fn question(&self, key: Key, policies: Policies, request: &R, id: Option<Key>) -> Question {
         let cost = self.cost(request, &policies);
-        let mut check = Check::take_under(key, policies, cost);
-        if let Some(id) = id {
-            check = check.with_extra(Extra::Id(id));
-        } else if self.settles() {
-            check = check.without_block();
+        let extra = match id {
+            Some(id) => Some(Extra::Id(id)),
+            // A block cannot be settled.
+            None if self.settles() && policies.have_lease() => Some(Extra::Unleased),
+            None => None,
+        };
+        Question {
+            check: Check::take_with(key, policies, cost, extra),
+            since: self.since(),
+            turn: Turn::Next,
+            slot: None,
         }
-        check
     }
 
     /// Returns the cost of a request under these policies.
@@ -470,18 +470,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    #[inline]
-    fn question(&self, check: &Check, id: Option<Key>) -> Question {
-        Question {
-            key: *check.key(),
-            id: id.map(Box::new),
-            cost: check.cost(),
-            since: self.since(),
-            turn: Turn::Next,
-            slot: None,
-        }
-    }
-
     /// Creates the in-flight slot that the check takes. Call it before the check is sent.
     #[inline]
     fn hold(&self, check: &Check) -> Option<Slot> {
@@ -512,8 +500,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 Turn::OnlyIfRepeated => None,
             };
             let question = question.without_slot();
-            let policies = decision.policies().whole();
-            return self.wait_for(request, question, (*max, queues), policies, denied);
+            return self.wait_for(request, question, (*max, queues), denied);
         }
         self.conclude(request, question, None, answer)
     }
@@ -527,22 +514,21 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         question: Question,
         (max, queues): (Duration, &WaitQueues),
-        policies: &Policies,
         denied: Option<Decision>,
     ) -> Admission<S::Future> {
-        let take = Check::take(question.key, policies, question.cost);
         let mut within = max;
         if let Some(wait_of) = self.settings.client_wait
             && let Some(wait) = wait_of(request)
         {
             within = within.min(wait);
         }
-        match queues.join(&take, instant().checked_add(within), denied) {
+        let deadline = instant().checked_add(within);
+        match queues.join(&question.check, deadline, denied) {
             Ok(acquire) => Admission::Undecided(Pending::Queued {
                 acquire: Box::new(acquire),
                 question: Some(question),
             }),
-            Err(no_permit) => self.conclude_without_permit(request, question, policies, no_permit),
+            Err(no_permit) => self.conclude_without_permit(request, question, no_permit),
         }
     }
 
@@ -551,7 +537,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         mut question: Question,
-        policies: &Policies,
         permit: Permit,
     ) -> Admission<S::Future> {
         let Spent {
@@ -560,12 +545,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
             slot,
         } = permit.spend();
         question.slot = slot;
-        if let Some(id) = question.id.as_deref()
-            && policies.in_flight().is_none()
-        {
+        let check = &question.check;
+        if let Some(id) = check.id() {
             // The permit was charged without the id, since any waiter may get it.
-            let record = Check::charge(question.key, policies, 0)
-                .with_extra(Extra::Recorded(*id, question.cost));
+            let record = Check::charge(*check.key(), check.policies(), 0)
+                .with_extra(Extra::Recorded(*id, check.cost()));
             self.ops.put(PendingOp::of_check(record));
         }
         self.conclude(request, &mut question, Some(&charge), Ok(decision))
@@ -576,7 +560,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         mut question: Question,
-        policies: &Policies,
         no_permit: NoPermit,
     ) -> Admission<S::Future> {
         if let NoPermit::Full(denied) = no_permit {
@@ -585,8 +568,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
         let answer = no_permit.into_answer();
         if answer.is_err() && self.settings.on_error.passes_undecided() {
-            // The request passes uncounted. The renewals take its slot.
-            question.slot = self.hold(&Check::take(question.key, policies, question.cost));
+            // The request passes uncounted. The renewals take its slot, a new one: the former may have been released.
+            let check = &question.check;
+            let take = Check::take(*check.key(), check.policies(), check.cost());
+            question.slot = self.hold(&take);
             question.pass_to_slot(&answer);
         }
         self.conclude(request, &mut question, None, answer)
@@ -601,10 +586,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Notifies the observer.
     fn report(&self, question: &Question, answer: &Result<Decision, StoreError>) {
-        let Question {
-            key, cost, since, ..
-        } = question;
-        self.notifier.answered(key, *cost, *since, answer, false);
+        let Question { check, since, .. } = question;
+        self.notifier
+            .answered(check.key(), check.cost(), *since, answer, false);
     }
 
     /// Admits or rejects by the final decision, and notifies the observer. A request that has waited was `charged` by its
@@ -621,19 +605,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.notifier.notifies(is_allowed) {
             self.report(question, &answer);
         }
-        let decision = match answer {
-            Ok(decision) if is_allowed => decision,
+        match answer {
+            Ok(decision) if is_allowed => {
+                Admission::Granted(self.grant(request, question, charged, Some(decision)))
+            }
             Ok(denied) => {
                 if let Some(blocking) = &self.settings.blocking {
-                    blocking.denied(request, &question.key, &denied, &self.ops);
+                    blocking.denied(request, question.check.key(), &denied, &self.ops);
                 }
-                return Admission::Refused(Refusal::Denied(denied));
+                Admission::Refused(Refusal::Denied(denied))
             }
-            Err(error) => return self.on_failure(request, question, error),
-        };
-        let mut grant = self.grant(request, question, charged, Some(&decision));
-        grant.decision = Some(decision);
-        Admission::Granted(grant)
+            Err(error) => self.on_failure(request, question, error),
+        }
     }
 
     /// Admits a request that no store could decide, uncounted, or rejects it.
@@ -654,18 +637,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Admission::Granted(self.grant(request, question, None, None))
     }
 
-    /// Returns what an admitted request owns, apart from its decision.
+    /// Returns what an admitted request owns.
     #[inline(always)]
     fn grant(
         &self,
         request: &R,
         question: &mut Question,
         charged: Option<&Charge>,
-        decision: Option<&Decision>,
+        decision: Option<Decision>,
     ) -> Grant<S::Future> {
         // The slot is held as long as the charge, which the handler may clone.
         let charge = if self.settles() || question.slot.is_some() {
-            let reserved = match decision {
+            let reserved = match &decision {
                 Some(decision) if self.settles() => question.reserved(charged, decision),
                 _ => None,
             };
@@ -675,13 +658,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
         };
         // Last, since the checks of shadows add their charges to that of the request.
         let shadows = if self.has_shadows() {
-            let id = question.id.as_deref().copied();
-            Some(self.try_shadows(request, charge.as_ref(), question.key, id))
+            let key = *question.check.key();
+            Some(self.try_shadows(request, charge.as_ref(), key, question.id()))
         } else {
             None
         };
         Grant {
-            decision: None,
+            decision,
             charge,
             shadows,
         }
@@ -844,12 +827,9 @@ impl<S: fmt::Debug, R> Gate<S, R> {
     }
 }
 
-/// The key and the cost of a request's check, and the slot that it owns until it is admitted.
+/// The check of a request, and the slot that the request owns until it is admitted.
 struct Question {
-    key: Key,
-    /// The id of the request: rare, so it is boxed.
-    id: Option<Box<Key>>,
-    cost: u32,
+    check: Check,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
     turn: Turn,
@@ -868,14 +848,31 @@ enum Turn {
 }
 
 impl Question {
+    /// The check that is sent.
+    #[inline(always)]
+    fn sent(&self) -> Check {
+        match self.turn {
+            Turn::Next => self.check.clone(),
+            Turn::OnlyIfRepeated => self.check.clone().with_mode(Mode::Peek),
+        }
+    }
+
     /// The question of a request that waits. Drops the slot, since the queue takes another one. If a fallback has denied the
     /// check after a lost reply, Redis may have granted the slot: dropping it releases it there.
     fn without_slot(&mut self) -> Self {
         self.slot = None;
         Self {
-            id: self.id.take(),
+            check: self.check.clone(),
             slot: None,
             ..*self
+        }
+    }
+
+    /// The id of the request. A check that takes a slot ignores it, but not the shadows.
+    fn id(&self) -> Option<Key> {
+        match self.check.extra() {
+            Some(Extra::Id(id)) => Some(*id),
+            _ => None,
         }
     }
 
@@ -908,7 +905,8 @@ impl Question {
         }
         let since = self.since?;
         let decision = decision.clone();
-        Some(Charge::new(self.key, decision, self.cost, since, instant()))
+        let (key, cost) = (*self.check.key(), self.check.cost());
+        Some(Charge::new(key, decision, cost, since, instant()))
     }
 }
 
@@ -985,10 +983,9 @@ impl<D> Pending<D> {
         let Some(question) = question.take() else {
             polled_after_completion("Pending");
         };
-        let policies = acquire.policies();
         Poll::Ready(Ok(match turn {
-            Ok(permit) => gate.conclude_turn(request, question, policies, permit),
-            Err(no_permit) => gate.conclude_without_permit(request, question, policies, no_permit),
+            Ok(permit) => gate.conclude_turn(request, question, permit),
+            Err(no_permit) => gate.conclude_without_permit(request, question, no_permit),
         }))
     }
 }

@@ -119,21 +119,21 @@ impl<D> Shadows<D> {
             return;
         };
         let is_blocked = policies.are_blocked();
-        let check = gate.check(counted_by, policies, request, id);
+        let mut question = gate.question(counted_by, policies, request, id);
         // Only a dry run: a shadow is no limit, so its cost is not what the request has reserved.
         if let Some(charge) = &self.reporter.charge
             && counted_by == caller
         {
-            charge.charges().set_reserved(check.cost());
+            charge.charges().set_reserved(question.check.cost());
         }
-        let mut question = gate.question(&check, id);
-        question.slot = gate.hold(&check);
+        question.slot = gate.hold(&question.check);
+        let check = &question.check;
         let sent = if is_blocked {
             let forbids = gate.settings.forbids_blocked;
-            Answer::ready(Ok(denial(&check, None, forbids)))
+            Answer::ready(Ok(denial(check, None, forbids)))
         } else {
-            gate.notifier.examine_lease(&gate.store, &check);
-            gate.store.check(check)
+            gate.notifier.examine_lease(&gate.store, check);
+            gate.store.check(check.clone())
         };
         let shadow = match sent {
             Answer::Ready { answer } => {
@@ -211,9 +211,10 @@ impl Reporter {
         answer: Result<Decision, StoreError>,
     ) -> Option<Decision> {
         question.pass_to_slot(&answer);
-        let Question { cost, since, .. } = *question;
         if self.notifier.is_notified(answer.as_ref()) {
-            self.notifier.answered(caller, cost, since, &answer, true);
+            let Question { check, since, .. } = question;
+            self.notifier
+                .answered(caller, check.cost(), *since, &answer, true);
         }
         let decision = answer.ok()?;
         if !decision.is_allowed() {

@@ -23,7 +23,7 @@ use crate::error::StoreError;
 /// assert_eq!(check.cost(), 3);
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Check {
     key: Key,
     policies: Policies,
@@ -77,19 +77,47 @@ pub(crate) enum Extra {
     Joint(Box<Joint>),
 }
 
+/// Written by hand, so that the compiler inlines it: each request clones its check, which rarely has `extra`.
+impl Clone for Check {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        Self {
+            key: self.key,
+            policies: self.policies.clone(),
+            mode: self.mode,
+            cost: self.cost,
+            sending: self.sending,
+            slot: self.slot,
+            extra: match &self.extra {
+                None => None,
+                extra => clone_extra(extra),
+            },
+        }
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn clone_extra(extra: &Option<Box<Extra>>) -> Option<Box<Extra>> {
+    extra.clone()
+}
+
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of
     /// requests [in flight](crate::Policy::in_flight) counts one, independent of the cost, in a new
     /// [slot](Self::slot). A clone of the check takes the same slot.
     #[inline]
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::take_under(key, policies.clone(), cost)
+        Self::new(key, policies.clone(), Mode::Take, cost)
     }
 
-    /// As [`take`](Self::take), without a clone of the list.
-    #[inline]
-    pub(crate) fn take_under(key: Key, policies: Policies, cost: u32) -> Self {
-        Self::new(key, policies, Mode::Take, cost)
+    /// As [`take`](Self::take), without a clone of the list, and with these rarely used fields.
+    #[inline(always)]
+    pub(crate) fn take_with(key: Key, policies: Policies, cost: u32, extra: Option<Extra>) -> Self {
+        Self {
+            extra: extra.map(Box::new),
+            ..Self::new(key, policies, Mode::Take, cost)
+        }
     }
 
     /// Takes `cost` all or nothing, in advance if necessary. A cost that does not fit yet is

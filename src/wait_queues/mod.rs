@@ -430,10 +430,6 @@ impl Acquire {
         self.queue_ref.id.runtime
     }
 
-    pub(crate) fn policies(&self) -> &Policies {
-        &self.queue_ref.policies
-    }
-
     /// Waits for the answer. If it is a permit, keeps that until the service is ready.
     pub(crate) fn poll_with<E>(
         &mut self,

@@ -799,8 +799,7 @@ impl Packed {
     /// Appends the bytes that name the quota of a meter in a value; none for another kind of count.
     fn writer(&mut self, policy: &Policy) -> &mut Self {
         if policy.frees().has_burst() {
-            self.0
-                .extend_from_slice(&policy.params().writer.to_bytes());
+            self.0.extend_from_slice(&policy.params().writer.to_bytes());
         }
         self
     }
