@@ -8,8 +8,8 @@
 //! - A release is sent until it has a reply, or the slot has expired. A full queue drops it, and then
 //!   the slot expires.
 //! - A take or a renewal without a reply may be decided after the release, since checks use several
-//!   connections. So the release is repeated half a second later, unless the store has replied to a
-//!   later renewal.
+//!   connections. So the release is repeated half a second and a second later, unless the store has
+//!   replied to a later renewal. A check that arrives even later takes a slot that expires.
 //! - A renewal takes the slot again if the store has lost it. So after an outage or a `FLUSHALL`,
 //!   the count is complete again within a third of the TTL.
 

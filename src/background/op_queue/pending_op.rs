@@ -1,4 +1,3 @@
-use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -16,8 +15,8 @@ pub(crate) struct PendingOp {
     callback: CallOnce,
     created_at: Instant,
     retry_count: u32,
-    /// Whether to send it a second time, some time after the reply; see [`repeated`](Self::repeated).
-    repeats_once: bool,
+    /// Number of times that it is sent again after a reply; see [`repeated`](Self::repeated).
+    repeats_left: u8,
     /// Whether it was sent before.
     is_repeat: bool,
     /// Set while a flush waits for it.
@@ -40,7 +39,10 @@ pub(super) enum AfterReply {
 /// First and longest delay of a retry.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(50);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Delay of the second release of a slot after the reply to the first; see [`PendingOp::repeated`].
+/// Number of repeats of the release of a slot; see [`PendingOp::repeated`]. The last one is sent after a second, which is
+/// longer than the usual timeouts of stores. A check that arrives even later takes a slot that expires.
+const RELEASE_REPEATS: u8 = 2;
+/// Delay of a repeat after the reply before it. Short, because the slot of a late check counts until the next repeat.
 const RELEASE_REPEAT_DELAY: Duration = Duration::from_millis(500);
 
 /// Calls the callback exactly once: with an error if the operation is dropped without a reply.
@@ -70,7 +72,7 @@ impl PendingOp {
             callback: CallOnce(None),
             created_at: instant(),
             retry_count: 0,
-            repeats_once: false,
+            repeats_left: 0,
             is_repeat: false,
             owed: None,
         }
@@ -107,10 +109,10 @@ impl PendingOp {
         }
     }
 
-    /// Repeats the operation once, some time after the reply, in case an earlier check of its slot arrives late.
+    /// Repeats the operation [twice](RELEASE_REPEATS) after the reply, in case an earlier check of its slot arrives late.
     pub(crate) fn repeated(self) -> Self {
         Self {
-            repeats_once: true,
+            repeats_left: RELEASE_REPEATS,
             ..self
         }
     }
@@ -149,9 +151,10 @@ impl PendingOp {
     /// Decides what happens after a reply.
     pub(super) fn after_reply(&mut self, reply: Reply, now: Instant) -> AfterReply {
         let error = match reply {
-            Ok(_) if mem::take(&mut self.repeats_once) => {
+            Ok(_) if self.repeats_left > 0 => {
+                self.repeats_left -= 1;
                 self.is_repeat = true;
-                // The first release counts: no flush waits for the second one.
+                // The first release counts: no flush waits for the repeats.
                 self.owed = None;
                 return AfterReply::Retry(RELEASE_REPEAT_DELAY);
             }

@@ -150,9 +150,11 @@ async fn operations_are_owed_until_their_reply() {
     assert_eq!(grant_all(checks.take_all()), [1, 2, 0, 0, 3, 4]);
     sleep(LINGER).await;
     assert!(queue.owed() == 0 && queue.shared.is_busy());
-    let (_, answer) = checks.next().await;
-    assert_eq!(queue.owed(), 0, "the second release");
-    answer.send(grant(0)).unwrap();
+    for _ in 0..2 {
+        let (_, answer) = checks.next().await;
+        assert_eq!(queue.owed(), 0, "a repeated release");
+        answer.send(grant(0)).unwrap();
+    }
     until_idle(&queue).await;
 }
 
