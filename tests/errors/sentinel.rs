@@ -7,7 +7,7 @@ use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::{ErrorKind, Servers, Store, StoreError};
 
 use crate::nodes::{Fake, NAME, Sentinel, url};
-use crate::support::{RedisServer, assert_helpful, check, free_port};
+use crate::support::{RedisServer, assert_helpful, check, unused_port};
 
 async fn connect(servers: impl Into<Servers>) -> Result<RedisStore, StoreError> {
     RedisStore::builder(servers)
@@ -154,7 +154,7 @@ async fn a_sentinel_is_not_a_server() {
 /// While there is no master, most checks fail without querying the sentinels.
 #[tokio::test]
 async fn failing_checks_rarely_query_sentinels() {
-    let sentinel = Fake::start(free_port(), 1);
+    let sentinel = Fake::start(unused_port(), 1);
     let store = RedisStore::builder(url(&[sentinel.port]))
         .timeout(Duration::from_secs(20))
         .connect_lazy()
@@ -181,7 +181,7 @@ async fn failing_checks_rarely_query_sentinels() {
 #[tokio::test]
 async fn no_sentinel_can_be_reached() {
     refused(
-        url(&[free_port(), free_port()]),
+        url(&[unused_port(), unused_port()]),
         ErrorKind::Unreachable,
         "check the URL",
     )

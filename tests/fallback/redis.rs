@@ -15,7 +15,7 @@ use tower_redis_ratelimit::store::{
 };
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
 
-use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
+use crate::support::{RedisServer, STRATEGIES, check, policy, until, unused_port};
 
 /// Records notifications.
 #[derive(Clone, Default)]
@@ -162,7 +162,7 @@ fn checks_outside_runtimes_do_not_degrade_others() {
 #[tokio::test]
 async fn it_starts_while_redis_is_down() {
     let notes = Notes::default();
-    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes).build();
+    let store = fallback(format!("redis://127.0.0.1:{}/", unused_port()), &notes).build();
     let decisions = join_all((0..20).map(|_| store.check(check("ann", "10/h")))).await;
     let allowed = decisions
         .iter()
@@ -217,7 +217,7 @@ async fn a_frozen_redis_is_not_waited_for() {
 #[tokio::test]
 async fn a_dropped_store_stops_its_probes() {
     let notes = Notes::default();
-    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes).build();
+    let store = fallback(format!("redis://127.0.0.1:{}/", unused_port()), &notes).build();
     for _ in 0..3 {
         let _ = store.check(check("ann", "10/h")).await.unwrap();
     }
@@ -467,7 +467,7 @@ async fn an_outage_reports_whether_instances_are_counted() {
             }
         }
     }
-    let url = format!("redis://127.0.0.1:{}/", free_port());
+    let url = format!("redis://127.0.0.1:{}/", unused_port());
     let redis = RedisStore::connect_lazy(url).unwrap();
     let instances = || redis.announce().unwrap();
     for (share, expected) in [

@@ -8,7 +8,7 @@ use tower_redis_ratelimit::store::ErrorKind;
 
 use crate::load::{DEADLINE, Setup};
 use crate::proxy::Mode;
-use crate::support::{RedisServer, free_port};
+use crate::support::{RedisServer, unused_port};
 use crate::table::FAULT;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,7 +160,7 @@ impl Admin {
             Fault::OutOfMemory => self.set("maxmemory", "1").await,
             Fault::NoReplicas => self.set("min-replicas-to-write", "1").await,
             Fault::Replica => {
-                let port = free_port().to_string();
+                let port = unused_port().to_string();
                 self.command(&["REPLICAOF", "127.0.0.1", &port]).await;
             }
             Fault::ScriptFlush => self.command(&["SCRIPT", "FLUSH"]).await,

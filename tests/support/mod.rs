@@ -10,6 +10,7 @@
 use std::error::Error as _;
 use std::ffi::OsString;
 use std::future::Future;
+use std::mem;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -17,6 +18,7 @@ use std::time::{Duration, Instant};
 use redis::AsyncConnectionConfig;
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
+use tokio::net::TcpSocket;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 use tower_redis_ratelimit::strategy::Refill;
@@ -240,6 +242,17 @@ pub fn cmd(command: &str) -> redis::Cmd {
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.local_addr().expect("its address").port()
+}
+
+/// Takes a port until the process ends, and does not listen at it: connections to it are refused.
+pub fn unused_port() -> u16 {
+    let socket = TcpSocket::new_v4().expect("a socket");
+    socket
+        .bind(([127, 0, 0, 1], 0).into())
+        .expect("a free port");
+    let port = socket.local_addr().expect("its address").port();
+    mem::forget(socket);
+    port
 }
 
 /// Waits until the condition holds; fails if it does not within a minute, which a busy machine may need.

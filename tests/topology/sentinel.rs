@@ -9,7 +9,7 @@ use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 
 use crate::devices::far;
 use crate::nodes::{Fake, NAME, Sentinel, url};
-use crate::support::{RedisServer, check, free_port, until};
+use crate::support::{RedisServer, check, until, unused_port};
 
 const PATIENT: Duration = Duration::from_secs(20);
 /// Shorter than redis-rs's own timeout for a silent server.
@@ -82,7 +82,7 @@ async fn the_master_is_found() {
 #[tokio::test]
 async fn a_map_reaches_the_master() {
     let server = RedisServer::start();
-    let (announced, other) = (free_port(), free_port());
+    let (announced, other) = (unused_port(), unused_port());
     let sentinels = [Fake::start(announced, 1), Fake::start(announced, 1)];
     let servers = || url(&[sentinels[0].port, sentinels[1].port]);
     let port = server.port();
@@ -185,7 +185,7 @@ async fn dead_and_silent_sentinels_cause_no_delay() {
     let ((_listener, silent), fake) = (silent(), Fake::start(server.port(), 1));
     // The silent sentinel might report another master, but is not waited for longer than a
     // connection may take.
-    let sentinels = url(&[silent, free_port(), fake.port]);
+    let sentinels = url(&[silent, unused_port(), fake.port]);
     let store = RedisStore::builder(sentinels)
         .timeout(IMPATIENT)
         .connect_lazy()
@@ -238,7 +238,7 @@ async fn one_sentinel_is_cut_off() {
     for (epoch, dead) in [(1, false), (1, true), (9, false)] {
         let liar = Fake::start(former.port(), epoch);
         let others = [Fake::start(server.port(), 2), Fake::start(server.port(), 2)];
-        let second = if dead { free_port() } else { others[1].port };
+        let second = if dead { unused_port() } else { others[1].port };
         let store = RedisStore::builder(url(&[liar.port, others[0].port, second]))
             .timeout(PATIENT)
             .connect_lazy()
@@ -266,7 +266,7 @@ async fn the_sentinels_are_late() {
     let replica =
         RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
     let (_listener, silent) = silent();
-    for former in [replica.port(), silent, free_port()] {
+    for former in [replica.port(), silent, unused_port()] {
         let sentinels = [
             Fake::start(former, 1),
             Fake::start(former, 1),

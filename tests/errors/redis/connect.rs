@@ -12,7 +12,7 @@ use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use super::forbidden::{ask_of_a_long_log, ask_of_slots};
-use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, free_port, policy, until};
+use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, policy, until, unused_port};
 
 #[tokio::test]
 async fn a_healthy_server_is_taken() {
@@ -69,7 +69,7 @@ async fn settings_that_cannot_work() {
 
 #[tokio::test]
 async fn refused_connections_are_reported() {
-    let url = format!("redis://127.0.0.1:{}/", free_port());
+    let url = format!("redis://127.0.0.1:{}/", unused_port());
     assert_helpful(
         &RedisStore::connect(url).await.unwrap_err(),
         ErrorKind::Unreachable,

@@ -7,7 +7,7 @@ use tower_redis_ratelimit::settle::{Reservation, ReserveError};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, RedisStore, Strategy};
 
 use crate::mocks::limiter;
-use crate::support::{STRATEGIES, free_port, is_gradual, policy};
+use crate::support::{STRATEGIES, is_gradual, policy, unused_port};
 
 const ANN: Key = Key::GLOBAL;
 
@@ -122,7 +122,7 @@ async fn failed_reservations_report_the_reason() {
     assert!(limiter.reserve(ANN, 8).await.is_ok());
 
     let unreachable =
-        RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
+        RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", unused_port())).unwrap();
     let limiter = Limiter::new(unreachable, policy(Strategy::Gcra, "10/h"));
     let error = limiter.reserve(ANN, 1).await.unwrap_err();
     assert!(

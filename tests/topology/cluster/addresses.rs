@@ -1,12 +1,10 @@
 //! Nodes that announce other addresses than those at which this process reaches them.
 
 use std::collections::HashMap;
-use std::mem;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tokio::net::TcpSocket;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{
     AnyStore, ErrorKind, RedisStoreBuilder, Store, StoreConfig, StoreKind,
@@ -16,7 +14,7 @@ use tower_redis_ratelimit::{RedisStore, Strategy};
 use super::moves::neighbors;
 use crate::nodes::Cluster;
 use crate::proxy::{Mode, Proxy};
-use crate::support::{assert_helpful, check, policy, until};
+use crate::support::{assert_helpful, check, policy, until, unused_port};
 
 const PATIENT: Duration = Duration::from_secs(20);
 
@@ -30,15 +28,6 @@ async fn behind_a_nat() -> (Cluster, HashMap<u16, u16>) {
     })
     .await;
     (cluster, ports.into_inner().unwrap())
-}
-
-/// Takes a port until the process ends, and does not listen at it.
-fn unused_port() -> u16 {
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
-    let port = socket.local_addr().unwrap().port();
-    mem::forget(socket);
-    port
 }
 
 fn builder(cluster: &Cluster, ports: &HashMap<u16, u16>) -> RedisStoreBuilder {

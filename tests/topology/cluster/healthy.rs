@@ -11,7 +11,7 @@ use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig};
 use tower_redis_ratelimit::{Key, RedisStore, redis};
 
 use crate::nodes::{Cluster, MASTERS, slot_of};
-use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, policy};
+use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, policy, unused_port};
 
 const PROCESSES: usize = 4;
 const TASKS: usize = 64;
@@ -413,11 +413,8 @@ async fn a_non_cluster_is_reported() {
     assert!(error.to_string().contains(&format!(
         "write `redis://{address}`, and connect with `RedisStore::connect`"
     )));
-    let unreachable = RedisStore::connect_lazy(format!(
-        "redis+cluster://127.0.0.1:{}",
-        crate::support::free_port()
-    ))
-    .unwrap();
+    let unreachable =
+        RedisStore::connect_lazy(format!("redis+cluster://127.0.0.1:{}", unused_port())).unwrap();
     for _ in 0..2 {
         let error = unreachable.check(check("ann", "10/s")).await.unwrap_err();
         assert!(

@@ -10,7 +10,7 @@ use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
 
 use crate::mocks::limiter;
-use crate::support::{STRATEGIES, free_port, is_gradual, policy, until};
+use crate::support::{STRATEGIES, is_gradual, policy, until, unused_port};
 
 const ANN: Key = Key::GLOBAL;
 const LONG: Duration = Duration::from_secs(3_600);
@@ -206,7 +206,7 @@ async fn waits_dropped_before_polling_take_nothing() {
 
 #[tokio::test]
 async fn a_store_error_ends_the_wait() {
-    let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
+    let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", unused_port())).unwrap();
     let limiter = Limiter::new(store, policy(Strategy::Gcra, "1/s"));
     assert!(limiter.wait(ANN, 1, Duration::from_secs(10)).await.is_err());
 }
