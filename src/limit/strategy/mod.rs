@@ -12,6 +12,7 @@ mod algorithm;
 mod ask;
 mod charges;
 mod fixed_window;
+mod frees;
 mod gcra;
 mod leaky_bucket;
 mod meter;
@@ -36,7 +37,7 @@ pub(super) use algorithm::Algorithm;
 pub(crate) use algorithm::Snapshot;
 pub(crate) use ask::State;
 pub(super) use ask::{Ask, Preview};
-pub(crate) use params::Frees;
+pub(crate) use frees::Frees;
 pub(super) use params::Params;
 pub(crate) use writer::Writer;
 

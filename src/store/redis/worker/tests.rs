@@ -23,7 +23,7 @@ use crate::error::ErrorKind;
 use crate::limit::{Check, Key, Policies, Policy, SentBy};
 use crate::store::redis::link::Times;
 use crate::store::{RedisStore, Store};
-use crate::support::{RedisServer, check, free_port, until};
+use crate::support::{RedisServer, check, until, unused_port};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const TIMES: Times = Times {
@@ -72,7 +72,7 @@ async fn a_check_without_connection_was_not_sent() {
     let short = Duration::from_millis(50);
     for (url, kind) in [
         (
-            format!("redis://127.0.0.1:{}/", free_port()),
+            format!("redis://127.0.0.1:{}/", unused_port()),
             ErrorKind::Unreachable,
         ),
         (silent, ErrorKind::Timeout),
