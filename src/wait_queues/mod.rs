@@ -71,7 +71,7 @@ pub(crate) struct WaitQueues {
     shared: Arc<SharedQueues>,
     /// Sends refunds, and charges that need no permit.
     ops: OpQueue,
-    /// Tracks the slots of permits under policies of requests in flight. `None` without such policies.
+    /// Tracks the slots of permits under policies of requests in flight. `None` in a throttle, whose calls take no slots.
     in_flight: Option<InFlightTracker>,
     bounds: Bounds,
 }

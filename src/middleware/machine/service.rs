@@ -11,7 +11,6 @@ use tower_service::Service;
 use super::layer::{Config, ServiceSettings};
 use super::protocol::{Protocol, Serve};
 use crate::gate::{Admission, Grant, KeyExtractor, Pending, Refusal};
-use crate::middleware::take_ready;
 use crate::settle::RequestCost;
 use crate::store::Store;
 use crate::util::polled_after_completion;
@@ -98,6 +97,15 @@ impl<T, S: fmt::Debug, K, H, P> Limit<T, S, K, H, P> {
     pub(in crate::middleware) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.settings.current().1.gate.fmt(name, f)
     }
+}
+
+/// Takes a service that is ready, and leaves a clone that is not.
+///
+/// Call or drop it immediately: it may hold a permit that others wait for, such as
+/// `ConcurrencyLimit`'s.
+fn take_ready<T: Clone>(inner: &mut T) -> T {
+    let clone = inner.clone();
+    mem::replace(inner, clone)
 }
 
 impl<T: Clone, S, K, H, P> Clone for Limit<T, S, K, H, P> {
