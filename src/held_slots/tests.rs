@@ -245,9 +245,11 @@ async fn requests_dropped_before_the_answer_are_released() {
 /// The release reaches the store before the take, on another connection.
 #[tokio::test(start_paused = true)]
 async fn a_take_overtaken_by_its_release_is_released() {
-    for delay in [400, 900] {
+    let shortest = Policy::in_flight("streams", LIMIT).unwrap();
+    let shortest = shortest.slot_ttl(Duration::from_secs(1)).unwrap().into();
+    for (policies, delay) in [(policies(), 400), (policies(), 900), (shortest, 900)] {
         let (store, ann) = (FaultyStore::new(), Key::new("ann"));
-        let (tracker, check) = (tracker(&store), Check::take(ann, &policies(), 1));
+        let (tracker, check) = (tracker(&store), Check::take(ann, &policies, 1));
         drop(tracker.track(&check));
         sleep(Duration::from_millis(delay)).await;
         assert!(store.take_received().contains(&Mode::Release));

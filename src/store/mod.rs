@@ -177,7 +177,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// `false` if something was given up during the flush, because its outcome is unknown. Any failed operation is reported.
     ///
     /// It does not wait for running requests and streams, which owe something only at their end, for the renewals of their
-    /// slots, and for the second release of a slot whose take was not answered, half a second after the first one. The
+    /// slots, and for the repeated releases of a slot whose take was not answered, within a second after the first one. The
     /// blocks of a [`Leased`](crate::Leased) store return only in its [`shutdown`](crate::Leased::shutdown).
     ///
     /// The default uses the hooks of [`backend`](Self::backend): a custom store needs [`Waiters`] there. A store that owes

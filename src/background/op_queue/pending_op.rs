@@ -154,6 +154,8 @@ impl PendingOp {
             Ok(_) if self.repeats_left > 0 => {
                 self.repeats_left -= 1;
                 self.is_repeat = true;
+                // The slot of a late check may be as young as this reply.
+                self.created_at = now;
                 // The first release counts: no flush waits for the repeats.
                 self.owed = None;
                 return AfterReply::Retry(RELEASE_REPEAT_DELAY);

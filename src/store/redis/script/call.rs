@@ -77,7 +77,7 @@ pub(super) struct Entry {
     times: i64,
 }
 
-/// The place of a check among those of a call.
+/// Where a check is in a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     /// Index of its entry.

@@ -1,4 +1,4 @@
-//! Restores policies from what Redis stores: the [name of a count](Policy::count), and the quota that wrote a bucket.
+//! Restores policies from the keys and values in Redis: the [name of a count](Policy::count), and the quota that wrote a bucket.
 
 use std::time::Duration;
 
