@@ -27,7 +27,7 @@ pub(crate) struct ScriptCall {
     pub(super) plans: Vec<Plan>,
     pub(super) entries: Vec<Entry>,
     /// The place of each check, in the order of the pushes.
-    pub(super) checks: Vec<Place>,
+    pub(super) checks: Vec<CheckPlace>,
     /// The slots that checks take, renew or release, with the index of the entry.
     slots: Vec<(usize, SlotId)>,
     /// Whether a caller has entries of several plans.
@@ -79,7 +79,7 @@ pub(super) struct Entry {
 
 /// Where a check is in a call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct CheckPlace {
     /// Index of its entry.
     pub(super) entry: usize,
     /// Number of the entry's checks before it.
@@ -489,7 +489,7 @@ impl ScriptCall {
     /// Adds a check with the parameters of this entry.
     fn repeat(&mut self, entry: usize, check: &Check) {
         let times = &mut self.entries[entry].times;
-        self.checks.push(Place {
+        self.checks.push(CheckPlace {
             entry,
             earlier: *times,
         });
@@ -506,7 +506,7 @@ impl ScriptCall {
     /// Adds a check as a new entry of this plan.
     fn push_entry(&mut self, plan: usize, prefix: &str, check: &Check) {
         let entry = self.entries.len();
-        self.checks.push(Place { entry, earlier: 0 });
+        self.checks.push(CheckPlace { entry, earlier: 0 });
         self.push_slot(entry, check);
         self.entries.push(Entry { plan, times: 1 });
         if let Some(id) = check.id() {
@@ -658,7 +658,7 @@ impl ScriptCall {
         if numbered.count() != of_writers.len() {
             return Err(protocol());
         }
-        for &Place { entry, earlier } in &self.checks {
+        for &CheckPlace { entry, earlier } in &self.checks {
             let Entry { plan, times } = self.entries[entry];
             each(self.plans[plan].read_take(&answers[entry], of_writers, times, earlier));
         }
@@ -687,7 +687,7 @@ impl ScriptCall {
         if numbers.len() != end || !EXACT.contains(&at) {
             return Err(protocol());
         }
-        for &Place { entry, earlier } in &self.checks {
+        for &CheckPlace { entry, earlier } in &self.checks {
             let plan = &self.plans[self.entries[entry].plan];
             let length = plan.answer_length();
             let start = starts[entry] + length * earlier as usize;
