@@ -905,7 +905,8 @@ impl Question {
         }
         let since = self.since?;
         let decision = decision.clone();
-        let (key, cost) = (*self.check.key(), self.check.cost());
+        let key = *self.check.key();
+        let cost = self.check.cost();
         Some(Charge::new(key, decision, cost, since, instant()))
     }
 }

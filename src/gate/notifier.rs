@@ -105,8 +105,8 @@ impl Notifier {
         self.notifies(matches!(answer, Ok(decision) if decision.is_allowed()))
     }
 
-    /// As [`is_notified`](Self::is_notified), for an answer that is known to allow the request or not. By default there is
-    /// only a log, which needs denials and errors.
+    /// As [`is_notified`](Self::is_notified), by whether the answer allows the request. By default there is only a log, which
+    /// needs denials and errors.
     #[inline]
     pub(super) fn notifies(&self, is_allowed: bool) -> bool {
         self.observer.is_some() || !is_allowed

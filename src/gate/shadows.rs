@@ -133,7 +133,7 @@ impl<D> Shadows<D> {
             Answer::ready(Ok(denial(check, None, forbids)))
         } else {
             gate.notifier.examine_lease(&gate.store, check);
-            gate.store.check(check.clone())
+            gate.store.check(question.sent())
         };
         let shadow = match sent {
             Answer::Ready { answer } => {

@@ -294,7 +294,7 @@ impl Check {
     /// Lets no block of a [`Leased`](crate::Leased) store decide the check, since its charge is settled later.
     #[inline]
     pub(crate) fn without_block(self) -> Self {
-        if self.policies.lease_time().is_none() {
+        if !self.policies.have_lease() {
             return self;
         }
         self.with_extra(Extra::Unleased)
